@@ -27,6 +27,7 @@
  *                                                R7 small contexts
  *    8 Steps and an even frame time              R4 an even frame time
  *    9 Long texts                                R10 keys and values from token numbers
+ *                                                R14 sinks inside a text
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
@@ -97,7 +98,7 @@
  *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
  *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
  *   TKV_NO_SUBSPACE          implementation     leaves out the SUBSPACE formats
- *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors and pins
+ *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
  *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
@@ -156,6 +157,7 @@
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
  *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
  *   anchors    important tokens that stay exact beside the sinks (cfg.tiers.n_anchors)
+ *   sinks      the first sink_tokens tokens. Named sinks: tokens at any index (tkv_seq_set_sinks)
  *   plan       formats and lengths of the tiers, per layer if wanted
  *   ladder     plans from loose to tight, called levels; a cache under a budget goes along them
  *   pressure   bytes used / bytes allowed, as a moving average
@@ -181,7 +183,8 @@
  *   All four keep their indices and positions. The length of a sequence (tkv_get_length) counts them.
  *
  *   Functions mean by a number of a token:
- *     index      tkv_read, tkv_seq_truncate, tkv_seq_fork, tkv_seq_keep, masks, row_ends, scores, pins, eviction, tiers
+ *     index      tkv_read, tkv_seq_truncate, tkv_seq_fork, tkv_seq_keep, masks, row_ends, first_queries, scores, pins,
+ *                named sinks, eviction, tiers
  *     position   tkv_seq_remove, tkv_seq_shift, tkv_seq_copy, windows, ALiBi, RoPE
  *   Causality goes by index inside the blocks that have queries of the call, else by position.
  *
@@ -192,7 +195,8 @@
  *   append to each when its K and V are ready. A chunk stays exact until the next append to its layer.
  *
  *   Causality. Append first, attend then. tkv_attend takes the queries of the last n tokens. Query i of them sees all
- *   older tokens, and those of the chunk up to its own. n may be less than the chunk.
+ *   older tokens, and those of the chunk up to its own. n may be less than the chunk. For queries of other tokens,
+ *   first_queries of tkv_attend_params gives the index of the first one.
  *
  *   Shapes. tkv_append and tkv_attend take packed floats. tkv_append_ex and tkv_attend_ex take strides, and F32, F16
  *   or BF16. Query head h reads KV head h / (n_heads / n_kv_heads). Any whole ratio works.
@@ -707,6 +711,30 @@
  *   them, which costs 58 to 70 %. Random eviction leaves holes in blocks. Attention over them takes 9 to 41 % longer
  *   than over full blocks (bench/LOG.md).
  *
+ *   Named sinks. Some models give much attention to tokens inside a text: delimiters, the first token of each document,
+ *   patches of an image. tkv_seq_set_sinks names such tokens, best right after their append, while they are exact. They
+ *   then stay exact, and no policy evicts them. In layers with window_sinks, queries see them from beyond the window.
+ *   The unit is the block: all of its 64 tokens stay in the hot format. So a named sink costs the difference between a
+ *   hot and a coded block in each layer. With F16, the default plan and one KV head of 128 channels these are 32,768
+ *   bytes in the place of about 6,300. Behind a window they are 32,768 bytes in the place of none. Sinks of one block
+ *   share this cost. Forks share the block, too. A full budget may offload it.
+ *
+ * Recipe R14: sinks inside a text
+ *     cfg.model.window = 256;
+ *     cfg.model.window_sinks = 1;
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return 1;
+ *     for (int n = 0; n < 4000; n++) {
+ *         run_model(1);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 1)) return 1;
+ *         if (n % 1000 == 0 && tkv_seq_set_sinks(kv, 0, n, 1, 1)) return puts(tkv_get_last_error(kv)), 1;
+ *     }                                                    // each document has 1,000 tokens
+ *     if (tkv_attend(kv, 0, 0, q, 1, out)) return 1;
+ *     tkv_layer_info info;
+ *     if (tkv_get_layer(kv, 0, 0, &info)) return 1;
+ *     printf("%d named sinks; %d of %d tokens have expired\n", info.named_sinks, info.expired, info.length);
+ * End of recipe
+ *
  *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
  *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
  *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
@@ -934,8 +962,8 @@
  *   in device memory of yours. It appends with encoding and demotion on the device, and attends with 1 to 64 queries
  *   on the compressed tiers. tkvcu_import_seq copies a sequence of the CPU to the device, and tkvcu_export_seq
  *   copies it back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8,
- *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors
- *   and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
+ *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors,
+ *   named sinks and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
  */
 
 /* ======== prefix.h ======== */
@@ -1126,6 +1154,7 @@
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
+#define tkv_seq_set_sinks TKV_NAME_(tkv_seq_set_sinks)
 #define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
 #define tkv_seq_slide TKV_NAME_(tkv_seq_slide)
 #define tkv_seq_truncate TKV_NAME_(tkv_seq_truncate)
@@ -1590,7 +1619,8 @@ typedef struct tkv_model_config { /* the model */
      * or A. */
     int v_in_k;
     int window; /* sliding window of all layers, in tokens; 0: none */
-    /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453).
+    /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453), and
+     * named sinks (tkv_seq_set_sinks).
      * These sinks do not expire. 0: a window hides them as any token */
     int window_sinks;
     float scale; /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
@@ -1807,7 +1837,7 @@ typedef struct tkv_append_params {
      * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
     /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
-     * NULL: each follows the one before, up to 2^30 - 1. A jump takes an entry of 64 bytes. Reservations of the
+     * NULL: each follows the one before, up to 2^30 - 1. A jump takes an entry of 72 bytes. Reservations of the
      * sequences end. */
     const int *token_positions;
     /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
@@ -1863,6 +1893,10 @@ typedef struct tkv_attend_params {
     const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
     int n_batch;           /* entries, at most max_seqs */
     const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
+    /* NULL, or the index of the token of the first query: one for seq, or one per entry of the batch. The next queries
+     * are those of the next tokens, and each sees the keys up to its own. So tokens of any age are scored again, or the
+     * rows of a chunk in several calls. NULL: the queries are those of the last n tokens. */
+    const int *first_queries;
     int first_kv_head; /* only these KV heads and their query heads are computed; the others' outputs stay. */
     /* 0: all from the first one on. q, out and lse have all heads, as ever; scores are sums over these heads alone.
      * With 16 rows or more, bits may differ from those of a call with all heads */
@@ -1911,7 +1945,8 @@ typedef struct tkv_attend_params {
 /* Computes attention of one or several sequences in one layer.
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
  *   TKV_ERR_ARG         a pointer is missing or a number is out of range
- *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
+ *   TKV_ERR_RANGE       more queries than tokens from the first one on; or an old query or a wide window reaches
+ *                       expired tokens
  *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard), or cfg.recompute failed
  *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
@@ -1970,9 +2005,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
  * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
  * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
- * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins
- * and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have
- * one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins,
+ * named sinks and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all
+ * layers have one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -1981,7 +2016,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
- *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 64 bytes a block and layer, with
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 72 bytes a block and layer, with
  *                      eviction, importance or anchors 432 bytes more; or for the list of its states
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
@@ -2016,7 +2051,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
- * and values are those of the text that it was read in. Pins and states stay behind. Reservations of src and dst end.
+ * and values are those of the text that it was read in. Named sinks go along, pins and states stay
+ * behind. Reservations of src and dst end.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
@@ -2045,9 +2081,9 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
  * Cost: O(n) rows, in all layers. */
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n);
-/* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy
- * "sliding" cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them. All
- * later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
+/* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy "sliding"
+ * cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them, named sinks too.
+ * All later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
  * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
  * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
  * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
@@ -2243,7 +2279,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
 /* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
  * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
  * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions, or of compressed
- * or shared tokens; tkv_seq_fork of it; without a budget also tkv_set_level and tkv_set_hot_tokens.
+ * or shared tokens; tkv_seq_fork of it; tkv_seq_set_sinks; without a budget also tkv_set_level and tkv_set_hot_tokens.
  * Errors, nothing reserved:
  *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
  *   TKV_ERR_BUDGET     the budget is full
@@ -2293,12 +2329,13 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
  * Errors: TKV_ERR_ARG (NaN or infinite). */
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
 
-/* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
- * It knows no states. If sequences are appended one after the other, the forecast is exact, with two exceptions. The
- * real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in
- * large chunks have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the
- * forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth
- * more, because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
+/* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing. It knows
+ * no states and no named sinks. If sequences are appended one after the other, the forecast is exact, with two
+ * exceptions. The real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals
+ * total. Prompts in large chunks have a higher peak, because a chunk is exact until the next append. With
+ * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
+ * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
+ * calibration is loaded.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -2323,14 +2360,15 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
 /* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
 typedef struct tkv_layer_info {
     int n_heads, n_kv_heads, head_dim, v_head_dim;
-    int v_in_k;                             /* 1: V is stored as the first channels of K */
-    int length;                             /* in tokens */
-    int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
-    int blocks[TKV_TIER_COUNT];             /* blocks per tier */
-    int expired;                            /* tokens that left every window */
-    int offloaded;                          /* offloaded blocks; they count in their tier as well */
-    int evicted;                            /* tokens evicted by cfg.evict or tkv_evict */
-    int discarded;                          /* tokens to be recomputed; they are in no tier */
+    int v_in_k;                 /* 1: V is stored as the first channels of K */
+    int length;                 /* in tokens */
+    int tokens[TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
+    int blocks[TKV_TIER_COUNT]; /* blocks per tier */
+    int expired;                /* tokens that left every window */
+    int offloaded;              /* offloaded blocks; they count in their tier as well */
+    int evicted;                /* tokens evicted by cfg.evict or tkv_evict */
+    int discarded;              /* tokens to be recomputed; they are in no tier */
+    int named_sinks;            /* tokens that tkv_seq_set_sinks named; their blocks count as HOT */
     tkv_format_pair format[TKV_TIER_COUNT]; /* of new blocks at the present level, with defaults filled in */
     tkv_memory_info
         memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
@@ -2377,7 +2415,8 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
  * one half of a budget, as in rules/evict.h, hence "twice". Tokens are evicted only if that surely makes room. So an
  * append can be refused although eviction would have made room. That is rare: 1 in 50 refusals at most, in random
  * caches (tests/test_resorts.c). It is more often so with "snapkv", "pyramidkv", "keydiff", "user", "knorm" with
- * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before. With windows it
+ * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before. Named sinks add
+ * to that, because blocks do not merge across them. With windows it
  * is 1 in 5 for "snapkv", 1 in 20 for "knorm" and "random".
  * TKV_EVICT_SCORES uses tkv_get_importance. Policies treat all heads of a layer as one.
  *
@@ -2420,6 +2459,18 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
  *           many tokens. Such pins in one block of 64 tokens last as long as the longest, also after a merge.
  * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
+/* Names the tokens start to start + n - 1 as attention sinks, in all layers: tokens at any index that draw attention,
+ * such as delimiters of a chat or first tokens of documents. They stay exact, and are never evicted or discarded. Where
+ * window_sinks is 1, queries see them from beyond the window. Where a window hides sinks, they expire as others do.
+ *   on   1: sinks from now on; 0: tokens as any other again. Without such a token, 0 does nothing
+ * It needs no cfg.evict. A block of 64 tokens with such a token stays exact (manual, chapter 9). A reservation ends.
+ * Errors, nothing changed:
+ *   TKV_ERR_NO_SOURCE     a token is compressed (tkv_promote) or discarded (tkv_seq_recompute)
+ *   TKV_ERR_RANGE         a token is evicted, expired or not yet appended
+ *   TKV_ERR_UNSUPPORTED   there are anchors, or the cache is in place without a budget
+ *   TKV_ERR_STATE (a step is open), TKV_ERR_ARG
+ * Cost: O(blocks). Source: arXiv 2309.17453 (sinks), 2402.17762, section 2 (at other indices). */
+TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, int on);
 
 /* A cache collects attention scores itself while tkv_attend runs, if cfg.importance.sample_every or cfg.evict
  * needs them. They take 432 bytes per block and layer, counted with the index. The eviction policy selects the
@@ -2561,7 +2612,7 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 /* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
  * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
  * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens and offloaded blocks are not discarded.
+ * tokens younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded.
  *
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
@@ -23919,6 +23970,7 @@ typedef struct tkvi_entry {
     int start;      /* index of the first token; the entry covers indices up to the start of the next entry */
     /* bit per slot, oldest first: evicted, removed, truncated, or now an anchor with the sinks */
     uint64_t evicted_mask;
+    uint64_t sink_mask;   /* bit per slot: a live token that the caller named a sink (step/sinks.h) */
     uint32_t next_holder; /* ring of the entries that hold the block */
     int shift;            /* positions of the tokens less their indices (step/move.h) */
     int turned;           /* positions by which the tokens moved since they were appended */
@@ -24286,7 +24338,7 @@ static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start, int shift
     const uint32_t id = tkvi_take_entry(pool);
     tkvi_entry *e = &pool->entry[id];
     e->start = start;
-    e->evicted_mask = 0;
+    e->evicted_mask = e->sink_mask = 0;
     e->shift = shift;
     e->turned = 0;
     e->n_packed = 0;
@@ -24310,9 +24362,23 @@ static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from, int n_tokens) {
     return id;
 }
 
+/* Bits of the slots with named sinks of an entry. */
+static uint64_t tkvi_sink_mask(const tkvi_pool *pool, uint32_t id) {
+    return TKVI_HAS_EVICT ? pool->entry[id].sink_mask : 0;
+}
+
+/* 1 if the block of an entry has named sinks, of any holder. Then it is not coded again. */
+static int tkvi_has_named_sinks(const tkvi_pool *pool, uint32_t id) {
+    uint64_t sinks = tkvi_sink_mask(pool, id);
+    uint32_t i = pool->entry[id].next_holder;
+    for (; i != id; i = pool->entry[i].next_holder) sinks |= tkvi_sink_mask(pool, i);
+    return sinks != 0;
+}
+
 /* The hottest tier among the holders of an entry's block. tier: that of the entry itself. */
 static tkv_tier tkvi_hottest_tier(const tkvi_pool *pool, uint32_t id, tkv_tier tier) {
     uint32_t i = pool->entry[id].next_holder;
+    if (tkvi_has_named_sinks(pool, id)) return TKV_TIER_HOT;
     for (; i != id; i = pool->entry[i].next_holder)
         if (pool->entry[i].tier < (int)tier) tier = (tkv_tier)pool->entry[i].tier;
     return tier;
@@ -24327,6 +24393,14 @@ static tkv_tier tkvi_tier_for_all(const tkvi_pool *pool, uint32_t id) {
  * left. The next append of any holder's layer codes it again (reclaim/age.h). */
 static int tkvi_is_late(const tkvi_pool *pool, uint32_t id) {
     return pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
+}
+
+/* Sets the named sinks of an entry. */
+static void tkvi_set_sink_mask(tkvi_pool *pool, uint32_t id, uint64_t mask) {
+    if (!TKVI_HAS_EVICT || pool->entry[id].sink_mask == mask) return;
+    pool->n_late -= (uint32_t)(pool->n_late && tkvi_is_late(pool, id));
+    pool->entry[id].sink_mask = mask;
+    pool->n_late += (uint32_t)tkvi_is_late(pool, id);
 }
 
 /* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */
@@ -25533,21 +25607,41 @@ static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t 
     if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
 }
 
-/* Index of the first block of a list that may expire: the sinks stay if queries see them beyond the window. */
-static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list *list) {
-    return kv->tables.plan[layer].keeps_sinks ? list->sinks : 0;
+/* Number of bits that are set. */
+static int tkvi_n_bits(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
+/* 1 if a block does not expire: it has named sinks, and queries see them beyond the window. */
+static int tkvi_outlasts_window(const tkv_cache *kv, int layer, uint32_t id) {
+    return kv->tables.plan[layer].keeps_sinks && tkvi_sink_mask(&kv->pool, id);
+}
+
+/* Index of the first block of a list that may expire. Blocks with sinks that queries see beyond the window are before
+ * it: such a block loses its other tokens when the window has passed them. */
+static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
+    int i = kv->tables.plan[layer].keeps_sinks ? list->sinks : 0;
+    while (i < list->n && tkvi_block_start(kv, ids, i) < list->expired &&
+           tkvi_outlasts_window(kv, layer, ids[i]))
+        i++;
+    return i;
 }
 
 /* Position that follows the expired tokens, for lists with blocks: it moves with the first block that may expire. */
 static int tkvi_expired_position(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
-    const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list), list->n - 1);
+    const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list, ids), list->n - 1);
     return list->expired + kv->pool.entry[ids[first]].shift;
 }
 
 /* Number of tokens that have expired. Indices of sinks that stay are before `expired`, too. */
-static int tkvi_n_expired(const tkv_cache *kv, int layer, const tkvi_list *list) {
+static int tkvi_n_expired(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    return tkvi_max(0, list->expired - (p->keeps_sinks ? p->sink : 0));
+    int n = tkvi_max(0, list->expired - (p->keeps_sinks ? p->sink : 0)),
+        i = p->keeps_sinks ? tkvi_first_to_expire(kv, layer, list, ids) : 0;
+    while (i-- > list->sinks) n -= tkvi_n_bits(tkvi_sink_mask(&kv->pool, ids[i]));
+    return n;
 }
 
 /* Bits of the first `slots` slots, 1 .. 64. */
@@ -25679,9 +25773,10 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
 }
 
 /* The tier of the tokens of block i: that of the list, or that which the block is coded for if a colder list had it
- * before (tkv_seq_copy). */
+ * before (tkv_seq_copy). Blocks with named sinks count as hot, as sinks do. */
 static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkv_tier tier = tkvi_tier_at(list, i), coded = (tkv_tier)tkvi_block_of(kv, ids[i])->tier;
+    if (tkvi_sink_mask(&kv->pool, ids[i])) return TKV_TIER_HOT;
     return coded > tier ? coded : tier;
 }
 
@@ -26498,9 +26593,15 @@ typedef struct tkvi_sums {
 typedef struct tkvi_sight {
     int window;      /* newest positions that a query sees; 0: all */
     int sinks;       /* blocks at the front of the list that a query sees beyond its window */
+    int sees_sinks;  /* 1: it sees named sinks beyond its window (tkvi_sinks_beyond) */
     int non_causal;  /* 1: a query sees keys after itself */
     int first_query; /* index of the oldest query */
 } tkvi_sight;
+
+/* Bits of the slots of block i whose keys queries see also below `low` of tkvi_visible_in: named sinks. */
+static uint64_t tkvi_sinks_beyond(const tkv_cache *kv, const uint32_t *ids, int i, const tkvi_sight *sight) {
+    return sight->window && sight->sees_sinks ? tkvi_sink_mask(&kv->pool, ids[i]) : 0;
+}
 
 /* The indices of the keys in block i that a query sees by causality and window: low .. high-1. Causality goes by index
  * in blocks with tokens of the queries, and by position in all older ones. end: indices from here on are hidden from
@@ -28630,14 +28731,15 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
         const tkvi_entry *e = &v->kv->pool.entry[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
         int low, high;
+        const uint64_t sinks = tkvi_sinks_beyond(v->kv, v->ids, i, &v->sight);
         tkvi_visible_keys(v, i, r, &low, &high);
-        if (tkvi_has_all_slots(e)) {
+        if (tkvi_has_all_slots(e) && !sinks) {
             n += tkvi_max(0, tkvi_min(high, e->start + slots) - tkvi_max(low, e->start));
             continue;
         }
         for (t = 0; t < slots; t++) {
             const int at = tkvi_slot_index(v->kv, v->ids[i], t);
-            n += at >= low && at < high && (tkvi_live_mask(e, slots) >> t & 1);
+            n += (at >= low || (sinks >> t & 1)) && at < high && (tkvi_live_mask(e, slots) >> t & 1);
         }
     }
     return n;
@@ -29013,15 +29115,16 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
     return found;
 }
 
-/* 1 if queries that see the positions from `oldest` on need a discarded block that nothing gives. The last two blocks
+/* 1 if queries that see the indices oldest .. end - 1 need a discarded block that nothing gives. The last two blocks
  * always count, because attention takes its reference key from them. */
-static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
+static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest, int64_t end) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
     if (!TKVI_HAS_DISCARD || !kv->pool.n_discarded || list->n == 0) return 0;
     if (kv->tables.cfg.recompute.compute) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
-    return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
+    return tkvi_has_discarded(kv, seq, layer, oldest, end) ||
+           tkvi_has_discarded(kv, seq, layer, start, list->len);
 }
 
 /* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
@@ -29039,14 +29142,17 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     return to;
 }
 
-/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM. Layers can differ: the block
- * with the lowest start counts. Returns 0 if no layer has such a block. */
+/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM and has no named sinks. Layers can
+ * differ: the block with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->sinks; i < list->n && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));) i++;
+        i = list->sinks;
+        while (i < list->n &&
+               (tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) || tkvi_sink_mask(&kv->pool, ids[i])))
+            i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -29055,9 +29161,9 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
     return found;
 }
 
-/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Offloaded blocks stay offloaded:
- * they take no slots, and reading them is cheaper than recomputing them. really: 0 only counts. Returns the bytes
- * freed. *last: raised to the end of the last block that is discarded. */
+/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Blocks with named sinks stay.
+ * Offloaded blocks stay offloaded: they take no slots, and reading them is cheaper than recomputing them. really: 0
+ * only counts. Returns the bytes freed. *last: raised to the end of the last block that is discarded. */
 static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
@@ -29068,7 +29174,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const uint32_t page = b->page;
             const int slot = b->slot;
-            if (tkvi_is_offloaded(b)) continue;
+            if (tkvi_is_offloaded(b) || tkvi_sink_mask(&kv->pool, ids[i])) continue;
             freed += kv->tables.layout[b->layout].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;
@@ -29519,6 +29625,7 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     uint16_t previous_layout;
     tkvi_recoding r;
     if (!tkvi_is_recoded_to(kv, b, layout)) return 1;
+    TKVI_ASSERT(!tkvi_has_named_sinks(&kv->pool, id));
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
     tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
@@ -29595,12 +29702,12 @@ static void tkvi_recode_late(tkv_cache *kv, int layer) {
 
 /* >>lists */
 /* Number of blocks, from tkvi_first_to_expire on, that have left every window, after the margin of
- * tkvi_expiry_margin. */
+ * tkvi_expiry_margin. Those that outlast their window are among them. */
 static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first = tkvi_first_to_expire(kv, layer, list);
+    const int first = tkvi_first_to_expire(kv, layer, list, ids);
     int64_t oldest_kept; /* position */
     int i = first;
     if (!p->kept_window || !list->n) return 0;
@@ -29611,17 +29718,29 @@ static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     return i - first;
 }
 
-/* Frees the blocks that have left every window. Sinks expire first, if they do. */
+/* Frees the blocks that have left every window. Sinks expire first, if they do. A block that outlasts its window keeps
+ * its named sinks alone. */
 static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first = tkvi_first_to_expire(kv, layer, list), end = first + tkvi_n_expiring(kv, seq, layer);
-    int i;
+    const int first = tkvi_first_to_expire(kv, layer, list, ids);
+    int end = first + tkvi_n_expiring(kv, seq, layer), i;
     if (first == end) return;
     if (first > 0) tkvi_end_slots(kv, list, ids, first - 1);
     list->expired = tkvi_block_start(kv, ids, end);
-    for (i = first; i < end; i++) tkvi_release_entry(&kv->pool, ids[i]);
-    tkvi_unlist_blocks(list, ids, first, end);
+    for (i = first; i < end; i++) {
+        tkvi_entry *e = &kv->pool.entry[ids[i]];
+        if (!tkvi_outlasts_window(kv, layer, ids[i])) continue;
+        tkvi_end_slots(kv, list, ids, i);
+        e->evicted_mask |= tkvi_live_mask(e, tkvi_block_tokens(kv, list, ids, i)) & ~e->sink_mask;
+    }
+    while (end > first) {
+        const int last = end--;
+        if (tkvi_outlasts_window(kv, layer, ids[end])) continue;
+        while (end > first && !tkvi_outlasts_window(kv, layer, ids[end - 1])) end--;
+        for (i = end; i < last; i++) tkvi_release_entry(&kv->pool, ids[i]);
+        tkvi_unlist_blocks(list, ids, end, last);
+    }
 }
 
 /* Finds the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age
@@ -29733,13 +29852,6 @@ static int tkvi_is_behind(const tkv_cache *kv, int seq, int layer) {
 
 
 /* >>counts and masks */
-/* Number of bits that are set. */
-static int tkvi_n_bits(uint64_t mask) {
-    int n = 0;
-    for (; mask; mask &= mask - 1) n++;
-    return n;
-}
-
 static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
@@ -29764,10 +29876,10 @@ static int tkvi_first_block_to_search(const tkv_cache *kv, const tkvi_list *list
                : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
-/* Mask of the pinned tokens of a block, without temporary pins that have ended. */
+/* Mask of the pinned tokens and named sinks of a block, without temporary pins that have ended. */
 static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
-    return token_meta->pinned_mask |
+    return tkvi_sink_mask(&kv->pool, id) | token_meta->pinned_mask |
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
@@ -29838,6 +29950,8 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
     if (!tkvi_moved_alike(&kv->pool.entry[ids[i]], &kv->pool.entry[ids[i + 1]])) return 0;
+    if (tkvi_block_start(kv, ids, i) < list->expired && tkvi_block_start(kv, ids, i + 1) >= list->expired)
+        return 0; /* only the first block has named sinks that outlast their window */
     n_free = kv->tables.layout[a->layout].tokens - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
     if (!kv->pool.token_meta) return n <= n_free && tkvi_is_consecutive(kv, list, ids, i) ? n : 0;
@@ -29846,6 +29960,15 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     if (fill) return n_free;
     if (!tkvi_is_hot_layout(kv, layer, a->layout) || a->copy_layout || b->copy_layout) return 0;
     return n_free >= TKVI_BLOCK / 4 ? n_free : 0;
+}
+
+/* The bits of `mask` at the places of `slots`, moved to consecutive places from `to` on. */
+static uint64_t tkvi_pack_bits(uint64_t mask, uint64_t slots, int to) {
+    uint64_t packed = 0;
+    int t;
+    for (t = 0; t < TKVI_BLOCK && mask >> t; t++)
+        if (slots >> t & 1) packed |= (mask >> t & 1) << to++;
+    return packed;
 }
 
 /* Mask of the lowest n bits that are set. */
@@ -29906,6 +30029,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
         to->end_slot = 0;
     }
     to->first_slot = 0;
+    if (tkvi_sink_mask(&kv->pool, ids[i]) | tkvi_sink_mask(&kv->pool, ids[i + 1])) {
+        const uint64_t of_a = tkvi_pack_bits(to->sink_mask, used_a, 0);
+        tkvi_set_sink_mask(&kv->pool, ids[i],
+                           of_a | tkvi_pack_bits(from->sink_mask, moved_mask, tkvi_n_bits(used_a)));
+        tkvi_set_sink_mask(&kv->pool, ids[i + 1], from->sink_mask & ~moved_mask);
+    }
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;
@@ -30346,7 +30475,9 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[tkvi_first_to_expire(kv, layer, list) + i]);
+        const uint32_t id = ids[tkvi_first_to_expire(kv, layer, list, ids) + i];
+        const tkvi_block *b = tkvi_block_of(kv, id);
+        if (tkvi_outlasts_window(kv, layer, id)) continue;
         demand->entries--;
         if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
@@ -30821,18 +30952,20 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
 static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
     const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int has_sinks = tkvi_has_named_sinks(&kv->pool, id);
     int level, least = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout;
     if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->call.keeps_tokens && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
         return -1;
     for (level = kv->tables.level; level <= max_level; level++) {
         const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
-        if ((tkvi_can_store(kv) || kv->tables.cfg.recompute.compute ||
+        if ((tkvi_can_store(kv) || (kv->tables.cfg.recompute.compute && !has_sinks) ||
              (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && !kv->call.keeps_tokens &&
-              tkvi_is_idle(kv, seq))) &&
+              tkvi_is_idle(kv, seq) && !has_sinks)) &&
             tkvi_can_offload(kv, seq, layer, i, &specs[level]))
             return -1;
-        if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, least, specs[level].layout[due]))
+        if (due != TKV_TIER_HOT && !has_sinks && tkvi_is_smaller(kv, least, specs[level].layout[due]))
             least = specs[level].layout[due];
     }
     return least;
@@ -30909,7 +31042,8 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
                                   int n_staying, const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first_expired = tkvi_first_to_expire(kv, layer, list), end_expired = first_expired + n_expired;
+    const int first_expired = tkvi_first_to_expire(kv, layer, list, ids),
+              end_expired = first_expired + n_expired;
     tkvi_stretch stretch;
     int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
@@ -30917,21 +31051,22 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int in_ram =
-            !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
+            !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
+                                      tkvi_sink_mask(&kv->pool, ids[i]));
         const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
-        if (i >= first_expired && i < end_expired) {
+        if (i >= first_expired && i < end_expired && !tkvi_outlasts_window(kv, layer, ids[i])) {
             if (victims && used) last_expired = i;
             /* which one stays is unknown: one of each format */
             if (!victims && (i + 1 == end_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
                 tkvi_demand_again(kv, b, demand);
             continue;
         }
-        if (stretch.n_blocks &&
-            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier ||
-             !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
+        if (stretch.n_blocks && (!is_own || i == end_expired || b->layout != stretch.layout ||
+                                 tkvi_tier_at(list, i) != stretch.tier ||
+                                 !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
@@ -30968,7 +31103,8 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired,
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
+        if (i >= list->sinks && !tkvi_is_offloaded(b) && !tkvi_sink_mask(&kv->pool, ids[i]) &&
+            tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || !list->n) return;
@@ -31587,19 +31723,27 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
-/* The least index that the last n tokens of a list see, sinks beyond the window aside; below `expired` if they would
- * see an expired token. Expired tokens have positions before those of the first block that may expire. */
-static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int window) {
+/* Index of the first query of a batch entry. */
+static int tkvi_first_query(const tkvi_call *c, int item) {
+    return c->p->first_queries
+               ? c->p->first_queries[item]
+               : tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len - c->rows[item].n;
+}
+
+/* The least index that the n tokens of a list from index `query` on see, sinks beyond the window aside; below `expired`
+ * if they would see an expired token. Expired tokens have positions before those of the first block that may expire. */
+static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, int n, int window) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first = tkvi_first_to_expire(kv, layer, list);
+    const int first = tkvi_first_to_expire(kv, layer, list, ids);
     int i, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
-    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > list->len - n; i--)
-        lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), list->len - n) +
-                                      kv->pool.entry[ids[i - 1]].shift);
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
+        if (tkvi_block_start(kv, ids, i - 1) < query + n)
+            lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
+                                          kv->pool.entry[ids[i - 1]].shift);
     lowest -= window - 1;
-    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, list->len - n + 1 - window);
+    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
@@ -31613,13 +31757,14 @@ static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
     return p->first_rows ? p->first_rows[item] : before;
 }
 
-/* 1 if first_rows and row_ends are valid for a batch entry. len: tokens of the sequence. */
-static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int n, int len) {
+/* 1 if first_rows and row_ends are valid for a batch entry. first: index of its first query. len: tokens of the
+ * sequence. */
+static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int first, int n, int len) {
     int query;
     if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
         const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
-        if (end <= len - n + query || end > len) return 0;
+        if (end <= first + query || end > len) return 0;
     }
     return 1;
 }
@@ -31666,18 +31811,21 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
         int oldest; /* least index that a query sees */
-        int len;
+        int len, first;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         len = list->len;
-        if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
-        if (!tkvi_are_rows_valid(p, i, n_queries, c->rows[i].n, len)) return TKV_ERR_ARG;
+        first = tkvi_first_query(c, i);
+        if (p->first_queries && first < 0) return TKV_ERR_ARG;
+        if (p->first_queries ? c->rows[i].n > len - first : !p->non_causal && first < 0) return TKV_ERR_RANGE;
+        if (!tkvi_are_rows_valid(p, i, n_queries, first, c->rows[i].n, len)) return TKV_ERR_ARG;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, c->rows[i].n, c->window);
+        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest,
+                                p->non_causal || p->row_ends ? len : first + c->rows[i].n))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
@@ -31750,7 +31898,7 @@ static int tkvi_head_of(const tkvi_work_tile *u, int r) {
 
 /* Index and position of the query of row r. */
 static int tkvi_index_of(const tkvi_work_tile *u, int r) {
-    return u->list->len - u->n_queries + tkvi_query_of(u, r);
+    return u->sight.first_query + tkvi_query_of(u, r);
 }
 
 static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index_of(u, r) + u->shift[r]; }
@@ -31860,9 +32008,10 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
-    u->sight.sinks = c->plan->sees_sinks ? u->list->sinks : 0;
+    u->sight.sees_sinks = c->plan->sees_sinks;
+    u->sight.sinks = u->sight.sees_sinks ? u->list->sinks : 0;
     u->sight.non_causal = c->p->non_causal;
-    u->sight.first_query = u->list->len - u->n_queries;
+    u->sight.first_query = tkvi_first_query(c, item);
     tkvi_place_rows(u);
     u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
     u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
@@ -32213,12 +32362,16 @@ static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int
 /* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r for block i. at: indices of the slots. */
 static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, int i, const int *at, float *s) {
     const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
-    int low, high, t;
+    const uint64_t sinks = tkvi_sinks_beyond(u->call->kv, u->ids, i, &u->sight);
+    int low, high, t, from[TKVI_BLOCK];
     tkvi_visible(u, i, r, &low, &high);
-    if (!tkvi_is_finite(origin)) high = low;
+    if (!tkvi_is_finite(origin)) high = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) from[t] = low;
+    for (t = 0; t < TKVI_BLOCK && sinks >> t; t++)
+        if (sinks >> t & 1) from[t] = 0;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
-        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], shift, s[t]);
-    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
+        if (at[t] >= from[t] && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], shift, s[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= from[t] && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
 /* The record of block i + 1, for the CPU's prefetch. NULL after the last block, and if it is offloaded. */
@@ -32247,6 +32400,7 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkv
     int low, high, r;
     if (!tkvi_is_seen(u, i, start, end)) {
         tkvi_visible_rows(u, i, 0, &low, &high);
+        if (tkvi_sinks_beyond(kv, u->ids, i, &u->sight)) low = 0;
         if (end <= low || start >= high) return 0;
     }
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
@@ -32828,11 +32982,18 @@ static TKVI_NOINLINE void tkvi_prefill_turn(const tkvi_work_tile *u, int turned,
     q->order = NULL;
 }
 
+/* 1 if the tokens of block i that a lane sees are no run of slots: tkvi_adjust_score_lanes hides the others. */
+static int tkvi_is_adjusted(const tkvi_work_tile *u, int i) {
+    return u->call->kv->pool.entry[u->ids[i]].n_packed ||
+           tkvi_sinks_beyond(u->call->kv, u->ids, i, &u->sight);
+}
+
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
     const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
-    const int packed = e->n_packed, slots = tkvi_block_tokens(u->call->kv, u->list, u->ids, i);
+    const int slots = tkvi_block_tokens(u->call->kv, u->list, u->ids, i);
+    const int is_adjusted = tkvi_is_adjusted(u, i);
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
@@ -32840,9 +33001,8 @@ static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, i, r, &from, &to);
-        /* tkvi_adjust_score_lanes hid scores of packed blocks */
-        low[r] = packed ? 0 : tkvi_max(from - start, 0) + e->first_slot;
-        high[r] = packed ? packed : tkvi_min(tkvi_min(to, end) - start + e->first_slot, slots);
+        low[r] = is_adjusted ? 0 : tkvi_max(from - start, 0) + e->first_slot;
+        high[r] = is_adjusted ? slots : tkvi_min(tkvi_min(to, end) - start + e->first_slot, slots);
     }
     return 1;
 }
@@ -32917,7 +33077,8 @@ static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, i
     w.high = high;
     /* A new maximum scales far_attention of all lanes, not only of far_rows. */
     w.far_attention = u->call->want_far ? sums->far_attention : NULL;
-    if (u->changes || !tkvi_has_all_slots(e)) tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
+    if (u->changes || !tkvi_has_all_slots(e) || tkvi_is_adjusted(u, i))
+        tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
     w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
     w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
     if (u->call->many->softmax_step(&w)) u->call->many->shrink(sums->o, u->v_pad, w.lanes, shrink);
@@ -32928,6 +33089,7 @@ static int tkvi_prefill_sees(const tkvi_prefill_groups *all, int i, int start, i
     int k, first, last, sees = 0;
     for (k = 0; k < all->n; k++) {
         tkvi_visible_rows(&all->tile[k], i, 0, &first, &last);
+        if (tkvi_sinks_beyond(all->tile->call->kv, all->tile->ids, i, &all->tile->sight)) first = 0;
         sees |= end > first && start < last;
     }
     return sees;
@@ -33656,22 +33818,23 @@ static const tkvi_consumer tkvi_score_output_consumer = {
 #define TKVI_ATTENTION_REFERENCE_H
 
 
-/* Logit of a key for query `query` of batch entry `item`. The key has index j and is in block i. *seen: 0 if the query
- * does not see the key. */
+/* Logit of a key for query `query` of batch entry `item`. The key has index j and is in this slot of block i. *seen: 0
+ * if the query does not see the key. */
 static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
-                             int i, int j, int *seen) {
+                             int i, int slot, int j, int *seen) {
     const tkv_attend_params *p = c->p;
     const tkv_cache *kv = c->kv;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
-    const int len = list->len, first = len - c->rows[item].n, at = first + query;
+    const int len = list->len, first = tkvi_first_query(c, item), at = first + query;
     const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
     const int by_index = tkvi_block_end(kv, list, ids, i) > first;
     const int end = p->row_ends ? p->row_ends[row] : at + 1;
+    const int is_sink = i < list->sinks || (tkvi_sink_mask(&kv->pool, ids[i]) >> slot & 1);
     double s = 0.0, add = 0.0;
     *seen = 0;
     if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
-    if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && i < list->sinks)) return 0.0;
+    if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && is_sink)) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_of(c, item, row, j);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
@@ -33746,7 +33909,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 if (TKVI_HAS_MOVES && kv->pool.entry[ids[i]].turned)
                     tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0, key);
                 j = tkvi_slot_index(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, key, i, j, &seen);
+                s = tkvi_ref_logit(c, item, row, query, head, key, i, t, j, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
@@ -34052,7 +34215,8 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1; /* slots of shared blocks are not given back */
+        /* Slots of shared blocks are not given back, nor those of blocks with named sinks. */
+        most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1 && !tkvi_sink_mask(&kv->pool, ids[i]);
         if (i + 1 < list->n || !tkvi_tail_free_slots(kv, p, list, ids))
             all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
@@ -34253,6 +34417,7 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     e->turned = 0;
     e->first_slot = (uint8_t)n_tokens;
     e->evicted_mask = 0;
+    tkvi_set_sink_mask(&kv->pool, id, 0);
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *meta = &kv->pool.token_meta[id];
         meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
@@ -34454,7 +34619,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
  * short blocks behind. tkv_maintain() merges the others: a merge recodes a block once more. */
 static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int needed = (list->len - tkvi_n_expired(kv, layer, list) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int needed =
+        (list->len - tkvi_n_expired(kv, layer, list, tkvi_ids(kv, seq, layer)) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
     if (list->n <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
@@ -34783,6 +34949,7 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     }
     kept = tkvi_slots_before(e->n_packed ? e->n_packed : e->end_slot ? e->end_slot : tkvi_min(TKVI_BLOCK, n));
     e->evicted_mask &= kept;
+    tkvi_set_sink_mask(&kv->pool, id, e->sink_mask & kept & ~e->evicted_mask);
     if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     kv->pool.token_meta[id].anchored_mask &= kept;
     kv->pool.token_meta[id].pinned_mask &= kept;
@@ -35295,6 +35462,114 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
 }
 
 #endif /* TKVI_STEP_PINS_H */
+/* ======== step/sinks.h ======== */
+/*
+ * step/sinks.h - tkv_seq_set_sinks: the caller names tokens that are attention sinks, at any index. Each entry has a
+ * mask of its named sinks (tkvi_entry.sink_mask). A block with such a token stays in the hot format, whole, for all its
+ * holders.
+ *
+ *     list       [sinks][ archive ][ archive ][ archive ][ warm ][ hot ]
+ *     formats     exact   A30/R30   exact      A30/R30    A40     exact
+ *                                   . . S . .             S: a named sink
+ *
+ * Other parts ask for the mask: demotion (tkvi_hottest_tier), eviction (tkvi_pinned_mask_of), discard, expiry
+ * (tkvi_outlasts_window) and attention (tkvi_sinks_beyond).
+ */
+#ifndef TKVI_STEP_SINKS_H
+#define TKVI_STEP_SINKS_H
+
+
+/* Bits of the slots of block i that have live tokens with indices start .. end - 1. */
+static uint64_t tkvi_live_between(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                                  int start, int end) {
+    uint64_t mask = tkvi_live_mask_in(kv, list, ids, i);
+    int t;
+    for (t = 0; t < TKVI_BLOCK && mask >> t; t++) {
+        const int at = mask >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : start;
+        if (at < start || at >= end) mask &= ~((uint64_t)1 << t);
+    }
+    return mask;
+}
+
+/* Checks that a layer has the tokens start .. end - 1, and has them exact. A window that hides sinks can have expired
+ * some of them. */
+static tkv_status tkvi_check_sinks(tkv_cache *kv, int seq, int layer, int start, int end) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    int n = p->keeps_sinks ? 0 : tkvi_max(0, tkvi_min(list->expired, end) - start), i;
+    if (end > list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "there is no token with index", tkvi_max(start, list->len), "");
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const uint64_t found = tkvi_live_between(kv, list, ids, i, start, end);
+        if (!found) continue;
+        n += tkvi_n_bits(found);
+        if (tkvi_is_discarded(b))
+            return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a token is discarded; recompute it first: index",
+                             tkvi_max(start, tkvi_block_start(kv, ids, i)), "");
+        if (!tkvi_is_hot_layout(kv, layer, b->layout) &&
+            kv->tables.layout[b->layout].key != (int)p->sink_layout)
+            return tkvi_fail(kv, TKV_ERR_NO_SOURCE,
+                             "a token is not exact any more; promote its block first: index",
+                             tkvi_max(start, tkvi_block_start(kv, ids, i)), "");
+    }
+    if (n < end - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "tokens were evicted or have expired: layer", layer, "");
+    return TKV_OK;
+}
+
+/* Makes the tokens start .. end - 1 of a layer named sinks, or takes that from them. Cannot fail. */
+static void tkvi_set_sinks_in_list(tkv_cache *kv, int seq, int layer, int start, int end, int on) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    for (i = 0; i < list->n; i++) {
+        const uint64_t found = tkvi_live_between(kv, list, ids, i, start, end);
+        const uint64_t mask = tkvi_sink_mask(&kv->pool, ids[i]);
+        if (!found || (on ? mask | found : mask & ~found) == mask) continue;
+        tkvi_set_sink_mask(&kv->pool, ids[i], on ? mask | found : mask & ~found);
+        tkvi_search_again(list, i);
+        if (on || !kv->tables.plan[layer].keeps_sinks || i < list->sinks ||
+            tkvi_block_start(kv, ids, i) >= list->expired)
+            continue;
+        kv->pool.entry[ids[i]].evicted_mask |= found; /* the window has passed them */
+        if (tkvi_live_mask_in(kv, list, ids, i)) continue;
+        if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
+        tkvi_unlist_block(kv, seq, layer, i--);
+    }
+}
+
+TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, int on) {
+    tkv_status st = TKV_OK;
+    int layer;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (kv->seq[seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq, "");
+    if (start < 0 || n < 0 || n > TKVI_FOREVER - start)
+        return tkvi_fail(kv, TKV_ERR_ARG, "start and n must be indices; the wrong one is",
+                         start < 0 ? start : n, "");
+    if (on != 0 && on != 1) return tkvi_fail(kv, TKV_ERR_ARG, "on is", on, "; it must be 0 or 1");
+    if (kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "set tiers.n_anchors to 0: with anchors no sinks can be named; there are",
+                         kv->tables.cfg.tiers.n_anchors, "");
+    if (kv->pool.keep_all && !tkvi_has_budget(kv))
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "in place without a budget there is no memory for more exact blocks", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st && on && n; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer)
+            st = tkvi_check_sinks(kv, seq, layer, start, start + n);
+    if (st) return st;
+    tkvi_reserve_slots(kv, seq, 0); /* it was counted for blocks that give their exact slots back */
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_set_sinks_in_list(kv, seq, layer, start, start + n, on);
+    tkvi_release_unused(kv, seq);
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_SINKS_H */
 /* ======== step/states.h ======== */
 /*
  * step/states.h - tkv_seq_put_state and the calls that give states back. A state is what a layer without keys knows of
@@ -35853,6 +36128,7 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
         tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
         tkvi_wipe_slots(kv, seq, layer, i, mask);
         kv->pool.entry[ids[i]].evicted_mask |= mask;
+        tkvi_set_sink_mask(&kv->pool, ids[i], kv->pool.entry[ids[i]].sink_mask & ~mask);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
             kv->pool.token_meta[ids[i]].anchored_mask &= ~mask;
             kv->pool.token_meta[ids[i]].pinned_mask &= ~mask;
@@ -35920,6 +36196,7 @@ static void tkvi_cut_front(tkv_cache *kv, uint32_t id, int slot, int start) {
     const uint64_t kept = ~(uint64_t)0 << slot;
     e->first_slot = (uint8_t)slot;
     e->evicted_mask &= kept;
+    tkvi_set_sink_mask(&kv->pool, id, e->sink_mask & kept);
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *meta = &kv->pool.token_meta[id];
         int t;
@@ -35946,6 +36223,7 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     tkvi_count_split(list, i);
     tkvi_cut_front(kv, new_id, slot, start);
     a->evicted_mask &= before;
+    tkvi_set_sink_mask(&kv->pool, id, a->sink_mask & before);
     a->end_slot = 0;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         kv->pool.token_meta[id].pinned_mask &= before;
@@ -35970,6 +36248,7 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_entry *a = &kv->pool.entry[id];
     const tkvi_entry *b = &kv->pool.entry[old_id];
     a->evicted_mask |= b->evicted_mask;
+    tkvi_set_sink_mask(&kv->pool, id, a->sink_mask | b->sink_mask);
     a->end_slot = b->end_slot;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *to = &kv->pool.token_meta[id];
@@ -36329,6 +36608,7 @@ static void tkvi_take_out_of_packed(tkv_cache *kv, const tkvi_list *list, const 
     tkvi_entry *e = &kv->pool.entry[ids[i]];
     int t;
     e->evicted_mask |= tkvi_slots_between(kv, list, ids, i, gone->from, gone->to);
+    tkvi_set_sink_mask(&kv->pool, ids[i], e->sink_mask & ~e->evicted_mask);
     for (t = 0; t < e->n_packed; t++)
         tkvi_set_slot_index(kv, ids[i], t, tkvi_move_up(gone, tkvi_slot_index(kv, ids[i], t)));
 }
@@ -36357,13 +36637,17 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         tkvi_end_slots(kv, list, ids, i); /* the next entry may begin later than this one ends */
         if (!e->n_packed) e->end_slot = (uint8_t)tkvi_min(e->end_slot, e->first_slot + gone->from - start);
         else tkvi_truncate_entry(kv, ids[i], gone->from);
-        return 1;
+        if (!e->n_packed)
+            tkvi_set_sink_mask(&kv->pool, ids[i], e->sink_mask & tkvi_slots_before(e->end_slot));
+        /* Of a block that outlasts its window, only named sinks are left. */
+        return i < list->sinks || start >= list->expired || tkvi_sink_mask(&kv->pool, ids[i]);
     }
     kept = tkvi_slots_between(kv, list, ids, i, gone->to, end);
     if (!kept && i + 1 < list->n) return 0;
     while (kept && !(kept >> slot & 1)) slot++;
     if (kept) tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
     else { /* the last entry tells the next position, also without tokens */ e->evicted_mask = ~(uint64_t)0;
+        tkvi_set_sink_mask(&kv->pool, ids[i], 0);
         e->n_packed = 0;
         e->end_slot = (uint8_t)(e->first_slot + 1);
         e->start = gone->to;
@@ -36489,6 +36773,7 @@ typedef struct tkvi_keep {
 static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_t to, int to_slot) {
     const tkvi_block *a = tkvi_block_of(kv, from), *b = tkvi_block_of(kv, to);
     const tkvi_simd_ops *ops = kv->kernels->simd_ops;
+    const uint64_t bit = (uint64_t)1 << to_slot;
     float row[TKV_MAX_HEAD_DIM];
     int h;
     for (h = 0; h < kv->tables.layout[a->layout].n_kv_heads; h++) {
@@ -36501,10 +36786,12 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
         tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
         tkvi_put_token(&s->v, ops, row, to_slot, dst + s->v_at);
     }
+    tkvi_set_sink_mask(&kv->pool, to,
+                       (tkvi_sink_mask(&kv->pool, to) & ~bit) |
+                           (tkvi_sink_mask(&kv->pool, from) >> from_slot & 1) << to_slot);
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];
         tkvi_token_meta *n = &kv->pool.token_meta[to];
-        const uint64_t bit = (uint64_t)1 << to_slot;
         n->scores[to_slot] = m->scores[from_slot];
         n->pinned_mask = (n->pinned_mask & ~bit) | (m->pinned_mask >> from_slot & 1) << to_slot;
         n->temporary_mask = (n->temporary_mask & ~bit) | (m->temporary_mask >> from_slot & 1) << to_slot;
@@ -36607,6 +36894,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
         e->first_slot = (uint8_t)to->slot;
         e->end_slot = 0;
         e->evicted_mask = 0;
+        tkvi_set_sink_mask(&kv->pool, id, 0);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
             tkvi_token_meta *meta = &kv->pool.token_meta[id];
             *meta = kv->pool.token_meta[from];
@@ -36920,10 +37208,10 @@ static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int
             recoded_bytes = kv->tables.layout[spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, can_learn)]]
                                 .bytes.total;
             piece.bytes += bytes;
-            piece.quantized_bytes +=
-                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && recoded_bytes < bytes
-                    ? recoded_bytes
-                    : bytes;
+            piece.quantized_bytes += tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 &&
+                                             !tkvi_sink_mask(&kv->pool, ids[i]) && recoded_bytes < bytes
+                                         ? recoded_bytes
+                                         : bytes;
         }
     }
     if (!piece.discarded) piece.layers = 0;
@@ -37771,10 +38059,11 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
             continue;
         }
         out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
+        out->named_sinks += tkvi_n_bits(tkvi_sink_mask(&kv->pool, ids[i]));
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));
     }
-    out->expired = tkvi_n_expired(kv, layer, list);
+    out->expired = tkvi_n_expired(kv, layer, list, ids);
     out->evicted = list->len - out->expired - tkvi_n_live(kv, seq, layer);
 }
 
@@ -38202,7 +38491,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
-    i = tkvi_first_to_expire(kv, layer, list);
+    i = tkvi_first_to_expire(kv, layer, list, ids);
     if (i < list->n && tkvi_block_start(kv, ids, i) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
@@ -38237,6 +38526,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
+            return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
+        if (tkvi_sink_mask(&kv->pool, ids[i]) &&
+            (tkvi_is_discarded(b) || (!tkvi_is_hot_layout(kv, layer, b->layout) &&
+                                      kv->tables.layout[b->layout].key != (int)p->sink_layout)))
+            return tkvi_report_broken(k, "a named sink is not exact, entry", (int64_t)ids[i]);
+        if (i >= list->sinks && p->keeps_sinks && e->start < list->expired &&
+            tkvi_sink_mask(&kv->pool, ids[i]) != tkvi_live_mask_in(kv, list, ids, i))
+            return tkvi_report_broken(k, "a token has expired beside a named sink, entry", (int64_t)ids[i]);
         if (e->tier != (uint8_t)tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)

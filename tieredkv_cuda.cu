@@ -4753,6 +4753,7 @@ static const char *tkvcu_find_list_fault(const tkvcu *cu, const tkv_cache *kv, i
         if (tkvi_is_offloaded(b)) return "a block is offloaded";
         if (!tkvi_has_all_slots(e) || e->end_slot) return "tokens were evicted or removed";
         if (e->shift || e->turned) return "tokens were moved";
+        if (tkvi_sink_mask(&kv->pool, ids[i])) return "sinks were named";
         if (e->start != (region == TKVCU_SINKS ? 0 : p->sink + TKVI_BLOCK * block))
             return "a flush made a block short";
         if (kv->tables.layout[b->layout].key != tkvcu_find_key(p, region))

@@ -439,7 +439,8 @@ typedef struct tkv_model_config { /* the model */
      * or A. */
     int v_in_k;
     int window; /* sliding window of all layers, in tokens; 0: none */
-    /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453).
+    /* 1: queries see the sinks of tiers.sink_tokens also from beyond their window (StreamingLLM, arXiv 2309.17453), and
+     * named sinks (tkv_seq_set_sinks).
      * These sinks do not expire. 0: a window hides them as any token */
     int window_sinks;
     float scale; /* factor on q.k, positive; 0: 1/sqrt(head_dim) */
@@ -656,7 +657,7 @@ typedef struct tkv_append_params {
      * earlier tokens: call tkv_seq_reset before a new text. */
     const int *positions;
     /* NULL, or the position of each new token, in the order of the batch: 0 to 2^30 - 1. They may repeat and jump.
-     * NULL: each follows the one before, up to 2^30 - 1. A jump takes an entry of 64 bytes. Reservations of the
+     * NULL: each follows the one before, up to 2^30 - 1. A jump takes an entry of 72 bytes. Reservations of the
      * sequences end. */
     const int *token_positions;
     /* NULL, or the row of k and v of the first token of each entry, 0 or more, for batches with padding. NULL: the
@@ -712,6 +713,10 @@ typedef struct tkv_attend_params {
     const tkv_rows *batch; /* ... or several (then seq and n are ignored); a sequence may be in it twice */
     int n_batch;           /* entries, at most max_seqs */
     const int *first_rows; /* NULL, or the row of q, out, masks and lse of the first query of each entry */
+    /* NULL, or the index of the token of the first query: one for seq, or one per entry of the batch. The next queries
+     * are those of the next tokens, and each sees the keys up to its own. So tokens of any age are scored again, or the
+     * rows of a chunk in several calls. NULL: the queries are those of the last n tokens. */
+    const int *first_queries;
     int first_kv_head; /* only these KV heads and their query heads are computed; the others' outputs stay. */
     /* 0: all from the first one on. q, out and lse have all heads, as ever; scores are sums over these heads alone.
      * With 16 rows or more, bits may differ from those of a call with all heads */
@@ -760,7 +765,8 @@ typedef struct tkv_attend_params {
 /* Computes attention of one or several sequences in one layer.
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave out undefined, the others leave it unchanged):
  *   TKV_ERR_ARG         a pointer is missing or a number is out of range
- *   TKV_ERR_RANGE       more queries than tokens; or an old query or a wide window reaches expired tokens
+ *   TKV_ERR_RANGE       more queries than tokens from the first one on; or an old query or a wide window reaches
+ *                       expired tokens
  *   TKV_ERR_NO_SOURCE   a query sees discarded tokens (tkv_seq_discard), or cfg.recompute failed
  *   TKV_ERR_IO          reading an offloaded block failed (tkv_offload)
  *   TKV_ERR_DATA        an offloaded block is damaged
@@ -819,9 +825,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
  * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
  * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
- * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins
- * and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all layers have
- * one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins,
+ * named sinks and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all
+ * layers have one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -830,7 +836,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
- *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 64 bytes a block and layer, with
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 72 bytes a block and layer, with
  *                      eviction, importance or anchors 432 bytes more; or for the list of its states
  * Cost: O(blocks of n_tokens), in all layers. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
@@ -865,7 +871,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
- * and values are those of the text that it was read in. Pins and states stay behind. Reservations of src and dst end.
+ * and values are those of the text that it was read in. Named sinks go along, pins and states stay
+ * behind. Reservations of src and dst end.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
@@ -894,9 +901,9 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for entries
  * Cost: O(n) rows, in all layers. */
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n);
-/* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy
- * "sliding" cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them. All
- * later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
+/* Makes room for n more tokens in a sequence without end. If it would hold more than max_tokens (with policy "sliding"
+ * cfg.evict.keep_tokens, if given), the oldest tokens behind the sinks go, a multiple of 64 of them, named sinks too.
+ * All later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
  * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
  * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
  * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
@@ -1092,7 +1099,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq);
 /* Reserves memory for n more tokens, 1 to max_append, in every layer. Appends up to a length of tkv_get_length + n
  * then cannot fail for memory, demotion included. The reservation ends when all layers reach that length. These
  * calls end it earlier: tkv_seq_reset; tkv_seq_flush FULL or ALL; tkv_seq_truncate after evictions, or of compressed
- * or shared tokens; tkv_seq_fork of it; without a budget also tkv_set_level and tkv_set_hot_tokens.
+ * or shared tokens; tkv_seq_fork of it; tkv_seq_set_sinks; without a budget also tkv_set_level and tkv_set_hot_tokens.
  * Errors, nothing reserved:
  *   TKV_ERR_CAPACITY   the length exceeds max_tokens, or memory in place is full
  *   TKV_ERR_BUDGET     the budget is full
@@ -1142,12 +1149,13 @@ TKV_API tkv_status tkv_set_hot_tokens(tkv_cache *kv, int hot_tokens);
  * Errors: TKV_ERR_ARG (NaN or infinite). */
 TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
 
-/* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing.
- * It knows no states. If sequences are appended one after the other, the forecast is exact, with two exceptions. The
- * real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals total. Prompts in
- * large chunks have a higher peak, because a chunk is exact until the next append. With cfg.evict.keep_tokens, the
- * forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the cache can hold up to an eighth
- * more, because blocks are recoded a few at a time. The forecast assumes that no calibration is loaded.
+/* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing. It knows
+ * no states and no named sinks. If sequences are appended one after the other, the forecast is exact, with two
+ * exceptions. The real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals
+ * total. Prompts in large chunks have a higher peak, because a chunk is exact until the next append. With
+ * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
+ * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
+ * calibration is loaded.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -1172,14 +1180,15 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
 /* One layer of one sequence. `length` is the sum of tokens, expired, evicted and discarded. */
 typedef struct tkv_layer_info {
     int n_heads, n_kv_heads, head_dim, v_head_dim;
-    int v_in_k;                             /* 1: V is stored as the first channels of K */
-    int length;                             /* in tokens */
-    int tokens[TKV_TIER_COUNT];             /* tokens per tier; sinks count as HOT */
-    int blocks[TKV_TIER_COUNT];             /* blocks per tier */
-    int expired;                            /* tokens that left every window */
-    int offloaded;                          /* offloaded blocks; they count in their tier as well */
-    int evicted;                            /* tokens evicted by cfg.evict or tkv_evict */
-    int discarded;                          /* tokens to be recomputed; they are in no tier */
+    int v_in_k;                 /* 1: V is stored as the first channels of K */
+    int length;                 /* in tokens */
+    int tokens[TKV_TIER_COUNT]; /* tokens per tier; sinks count as HOT */
+    int blocks[TKV_TIER_COUNT]; /* blocks per tier */
+    int expired;                /* tokens that left every window */
+    int offloaded;              /* offloaded blocks; they count in their tier as well */
+    int evicted;                /* tokens evicted by cfg.evict or tkv_evict */
+    int discarded;              /* tokens to be recomputed; they are in no tier */
+    int named_sinks;            /* tokens that tkv_seq_set_sinks named; their blocks count as HOT */
     tkv_format_pair format[TKV_TIER_COUNT]; /* of new blocks at the present level, with defaults filled in */
     tkv_memory_info
         memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
@@ -1226,7 +1235,8 @@ TKV_API tkv_status tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int st
  * one half of a budget, as in rules/evict.h, hence "twice". Tokens are evicted only if that surely makes room. So an
  * append can be refused although eviction would have made room. That is rare: 1 in 50 refusals at most, in random
  * caches (tests/test_resorts.c). It is more often so with "snapkv", "pyramidkv", "keydiff", "user", "knorm" with
- * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before. With windows it
+ * cfg.importance.sample_every, and cfg.tiers.n_anchors, because their victims are not known before. Named sinks add
+ * to that, because blocks do not merge across them. With windows it
  * is 1 in 5 for "snapkv", 1 in 20 for "knorm" and "random".
  * TKV_EVICT_SCORES uses tkv_get_importance. Policies treat all heads of a layer as one.
  *
@@ -1269,6 +1279,18 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
  *           many tokens. Such pins in one block of 64 tokens last as long as the longest, also after a merge.
  * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
+/* Names the tokens start to start + n - 1 as attention sinks, in all layers: tokens at any index that draw attention,
+ * such as delimiters of a chat or first tokens of documents. They stay exact, and are never evicted or discarded. Where
+ * window_sinks is 1, queries see them from beyond the window. Where a window hides sinks, they expire as others do.
+ *   on   1: sinks from now on; 0: tokens as any other again. Without such a token, 0 does nothing
+ * It needs no cfg.evict. A block of 64 tokens with such a token stays exact (manual, chapter 9). A reservation ends.
+ * Errors, nothing changed:
+ *   TKV_ERR_NO_SOURCE     a token is compressed (tkv_promote) or discarded (tkv_seq_recompute)
+ *   TKV_ERR_RANGE         a token is evicted, expired or not yet appended
+ *   TKV_ERR_UNSUPPORTED   there are anchors, or the cache is in place without a budget
+ *   TKV_ERR_STATE (a step is open), TKV_ERR_ARG
+ * Cost: O(blocks). Source: arXiv 2309.17453 (sinks), 2402.17762, section 2 (at other indices). */
+TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, int on);
 
 /* A cache collects attention scores itself while tkv_attend runs, if cfg.importance.sample_every or cfg.evict
  * needs them. They take 432 bytes per block and layer, counted with the index. The eviction policy selects the
@@ -1410,7 +1432,7 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 /* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
  * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
  * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens and offloaded blocks are not discarded.
+ * tokens younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded.
  *
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.

@@ -25,6 +25,7 @@
  *                                                R7 small contexts
  *    8 Steps and an even frame time              R4 an even frame time
  *    9 Long texts                                R10 keys and values from token numbers
+ *                                                R14 sinks inside a text
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
@@ -95,7 +96,7 @@
  *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
  *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
  *   TKV_NO_SUBSPACE          implementation     leaves out the SUBSPACE formats
- *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors and pins
+ *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
  *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
@@ -154,6 +155,7 @@
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
  *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
  *   anchors    important tokens that stay exact beside the sinks (cfg.tiers.n_anchors)
+ *   sinks      the first sink_tokens tokens. Named sinks: tokens at any index (tkv_seq_set_sinks)
  *   plan       formats and lengths of the tiers, per layer if wanted
  *   ladder     plans from loose to tight, called levels; a cache under a budget goes along them
  *   pressure   bytes used / bytes allowed, as a moving average
@@ -179,7 +181,8 @@
  *   All four keep their indices and positions. The length of a sequence (tkv_get_length) counts them.
  *
  *   Functions mean by a number of a token:
- *     index      tkv_read, tkv_seq_truncate, tkv_seq_fork, tkv_seq_keep, masks, row_ends, scores, pins, eviction, tiers
+ *     index      tkv_read, tkv_seq_truncate, tkv_seq_fork, tkv_seq_keep, masks, row_ends, first_queries, scores, pins,
+ *                named sinks, eviction, tiers
  *     position   tkv_seq_remove, tkv_seq_shift, tkv_seq_copy, windows, ALiBi, RoPE
  *   Causality goes by index inside the blocks that have queries of the call, else by position.
  *
@@ -190,7 +193,8 @@
  *   append to each when its K and V are ready. A chunk stays exact until the next append to its layer.
  *
  *   Causality. Append first, attend then. tkv_attend takes the queries of the last n tokens. Query i of them sees all
- *   older tokens, and those of the chunk up to its own. n may be less than the chunk.
+ *   older tokens, and those of the chunk up to its own. n may be less than the chunk. For queries of other tokens,
+ *   first_queries of tkv_attend_params gives the index of the first one.
  *
  *   Shapes. tkv_append and tkv_attend take packed floats. tkv_append_ex and tkv_attend_ex take strides, and F32, F16
  *   or BF16. Query head h reads KV head h / (n_heads / n_kv_heads). Any whole ratio works.
@@ -705,6 +709,30 @@
  *   them, which costs 58 to 70 %. Random eviction leaves holes in blocks. Attention over them takes 9 to 41 % longer
  *   than over full blocks (bench/LOG.md).
  *
+ *   Named sinks. Some models give much attention to tokens inside a text: delimiters, the first token of each document,
+ *   patches of an image. tkv_seq_set_sinks names such tokens, best right after their append, while they are exact. They
+ *   then stay exact, and no policy evicts them. In layers with window_sinks, queries see them from beyond the window.
+ *   The unit is the block: all of its 64 tokens stay in the hot format. So a named sink costs the difference between a
+ *   hot and a coded block in each layer. With F16, the default plan and one KV head of 128 channels these are 32,768
+ *   bytes in the place of about 6,300. Behind a window they are 32,768 bytes in the place of none. Sinks of one block
+ *   share this cost. Forks share the block, too. A full budget may offload it.
+ *
+ * Recipe R14: sinks inside a text
+ *     cfg.model.window = 256;
+ *     cfg.model.window_sinks = 1;
+ *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return 1;
+ *     for (int n = 0; n < 4000; n++) {
+ *         run_model(1);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 1)) return 1;
+ *         if (n % 1000 == 0 && tkv_seq_set_sinks(kv, 0, n, 1, 1)) return puts(tkv_get_last_error(kv)), 1;
+ *     }                                                    // each document has 1,000 tokens
+ *     if (tkv_attend(kv, 0, 0, q, 1, out)) return 1;
+ *     tkv_layer_info info;
+ *     if (tkv_get_layer(kv, 0, 0, &info)) return 1;
+ *     printf("%d named sinks; %d of %d tokens have expired\n", info.named_sinks, info.expired, info.length);
+ * End of recipe
+ *
  *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
  *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
  *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
@@ -932,6 +960,6 @@
  *   in device memory of yours. It appends with encoding and demotion on the device, and attends with 1 to 64 queries
  *   on the compressed tiers. tkvcu_import_seq copies a sequence of the CPU to the device, and tkvcu_export_seq
  *   copies it back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8,
- *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors
- *   and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
+ *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors,
+ *   named sinks and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
  */

@@ -185,6 +185,7 @@
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
+#define tkv_seq_set_sinks TKV_NAME_(tkv_seq_set_sinks)
 #define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
 #define tkv_seq_slide TKV_NAME_(tkv_seq_slide)
 #define tkv_seq_truncate TKV_NAME_(tkv_seq_truncate)

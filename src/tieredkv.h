@@ -127,6 +127,7 @@ extern "C" {
 #include "step/sequence.h"
 #include "step/append_parts.h"
 #include "step/pins.h"
+#include "step/sinks.h"
 #include "step/states.h"
 #include "step/fork.h"
 #include "step/turns.h"

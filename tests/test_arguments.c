@@ -1217,6 +1217,16 @@ static void try_eviction(rig *r) {
     EACH("tkv_seq_pin", "until", EVICT | BUDGET, TKV_ALL_LAYERS, "...A", tkv_seq_pin(r->kv, 0, 1, 2, x));
     EACH("tkv_seq_pin", "until, n = 0", EVICT | BUDGET, (1 << 30) - 2, "AOOOAA",
          tkv_seq_pin(r->kv, 0, 1, 0, x));
+    EACH("tkv_seq_set_sinks", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_set_sinks(r->kv, x, 0, 0, 1));
+    EACH("tkv_seq_set_sinks", "start", EVERY & ~EVICT, LENGTH, "AAARRA",
+         tkv_seq_set_sinks(r->kv, 0, x, 1, 1));
+    EACH("tkv_seq_set_sinks", "start, off", EVERY & ~EVICT, LENGTH, "AAAOOA",
+         tkv_seq_set_sinks(r->kv, 0, x, 1, 0));
+    EACH("tkv_seq_set_sinks", "n", EVERY & ~EVICT, LENGTH, "AAARRA", tkv_seq_set_sinks(r->kv, 0, 1, x, 1));
+    EACH("tkv_seq_set_sinks", "n, off", EVERY & ~EVICT, LENGTH, "AAAOOA",
+         tkv_seq_set_sinks(r->kv, 0, 1, x, 0));
+    EACH("tkv_seq_set_sinks", "on, n = 0", EVERY & ~EVICT, 1, "AAAOAAOA",
+         tkv_seq_set_sinks(r->kv, 0, 0, 0, x));
 }
 
 /* >>discarding and recomputation */

@@ -45,6 +45,7 @@ typedef struct model_sequence {
     int len, step_len;
     int exact_from; /* tokens from this position on were appended last, so they are exact */
     uint64_t evicted_mask[WORDS], discarded_mask[WORDS], pinned_mask[WORDS], removed_mask[WORDS];
+    uint64_t sink_mask[WORDS]; /* named sinks */
     int position[LONGEST],
         turned[LONGEST]; /* turned: positions that the token has moved since it was appended */
     float k[LONGEST * MAX_ROW], v[LONGEST * MAX_ROW];
@@ -55,6 +56,7 @@ static int in_step[SEQS], reserved[SEQS];
 static int may_share[SEQS];            /* 1: the sequence was forked, or is a fork */
 static int newest_state[SEQS][LAYERS]; /* tokens that it has seen; 0: none that must be there */
 static int has_moved[SEQS];            /* 1: tokens of the sequence got other positions */
+static int has_copies[SEQS];           /* 1: tokens of another sequence were copied to it */
 static int has_discards[SEQS];         /* 1: blocks were discarded. A former anchor may be discarded, too. */
 
 /* >>the cache under test */
@@ -133,6 +135,7 @@ static void truncate_model(int seq, int layer, int len) {
         clear_bit(s->discarded_mask, s->len - 1);
         clear_bit(s->pinned_mask, s->len - 1);
         clear_bit(s->removed_mask, s->len - 1);
+        clear_bit(s->sink_mask, s->len - 1);
     }
     s->exact_from = min_of(s->exact_from, s->len);
 }
@@ -142,6 +145,7 @@ static void reset_model(int seq) {
     for (l = 0; l < LAYERS; l++) { truncate_model(seq, l, 0); }
     forget_states(seq, 0);
     in_step[seq] = reserved[seq] = has_discards[seq] = may_share[seq] = has_moved[seq] = 0;
+    has_copies[seq] = 0;
 }
 
 static int window_of(int layer) { return cfg.model.window ? cfg.model.window : cfg.layers[layer].window; }
@@ -230,7 +234,8 @@ static void record_event(void *user, const tkv_event *e) {
         model_sequence *s = &model[e->seq][e->layer];
         const int position = e->positions[i];
         if (position < 0 || position >= s->len || has_bit(s->evicted_mask, position) ||
-            has_bit(s->pinned_mask, position) || (i && position <= e->positions[i - 1])) {
+            has_bit(s->pinned_mask, position) || has_bit(s->sink_mask, position) ||
+            (i && position <= e->positions[i - 1])) {
             call.n_wrong++;
             continue;
         }
@@ -284,7 +289,7 @@ static void check_layer(int seq, int layer) {
     static int n_checked, positions[LONGEST];
     tkv_layer_info info;
     double sum = 0.0;
-    int n_encoded = 0, count[4] = {0}, i, j, n, n_held;
+    int n_encoded = 0, n_sinks = 0, count[4] = {0}, i, j, n, n_held;
     now.len[seq][layer] = tkv_get_length(kv, seq, layer);
     CHECK_EQ(now.len[seq][layer], s->len);
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
@@ -308,6 +313,12 @@ static void check_layer(int seq, int layer) {
         if (state[i] == EXPIRED)
             CHECK_MSG(window_of(layer) && ((i < s->len - WINDOW && i >= n_window_sinks()) || has_moved[seq]),
                       "sequence %d, layer %d: token %d vanished without an event", seq, layer, i);
+        if (has_bit(s->sink_mask, i)) {
+            CHECK_MSG(tier[i] == TKV_TIER_HOT ||
+                          (state[i] == EXPIRED && window_of(layer) && !cfg.model.window_sinks),
+                      "sequence %d, layer %d: the named sink %d is in tier %d", seq, layer, i, tier[i]);
+            n_sinks += state[i] == LIVE;
+        }
         if (has_bit(s->evicted_mask, i))
             CHECK_MSG(state[i] == EVICTED, "sequence %d, layer %d: evicted token %d is live", seq, layer, i);
         if (state[i] == DISCARDED && !has_bit(s->discarded_mask, i)) {
@@ -332,6 +343,7 @@ static void check_layer(int seq, int layer) {
     n_held = info.tokens[TKV_TIER_HOT] + info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE];
     CHECK_EQ(n_held, count[LIVE]);
     CHECK_EQ(info.discarded, count[DISCARDED]);
+    CHECK_EQ(info.named_sinks, n_sinks);
     CHECK_EQ(n_held + info.discarded + info.expired + info.evicted, s->len);
     for (i = 0; i < s->len; i += n) {
         for (n = 1; i + n < s->len && state[i + n] == state[i]; n++) {}
@@ -635,6 +647,7 @@ static tkv_status call_truncate(int seq, int layer) {
         int i, n = model[seq][l].len - to;
         if (n > 0) CHECK_EQ(tkv_get_tiers(kv, seq, l, to, n, tier), TKV_OK);
         for (i = 0; i < n; i++) cuts_coded |= tier[i] != TKV_TIER_HOT;
+        for (i = 0; i < WORDS; i++) cuts_coded |= model[seq][l].sink_mask[i] != 0;
     }
     st = tkv_seq_truncate(kv, seq, to);
     for (l = 0; l < LAYERS && !st; l++) truncate_model(seq, l, to);
@@ -664,6 +677,7 @@ static tkv_status call_fork(int seq, int layer) {
     forget_states(seq, n == TKV_UNLIMITED ? LONGEST : n);
     has_discards[seq] = has_discards[src];
     has_moved[seq] = has_moved[src];
+    has_copies[seq] = has_copies[src];
     reserved[seq] = reserved[src] = 0;
     may_share[seq] = may_share[src] = 1;
     return st;
@@ -701,6 +715,7 @@ static tkv_status call_remove(int seq, int layer) {
             set_bit(s->removed_mask, i);
             clear_bit(s->discarded_mask, i);
             clear_bit(s->pinned_mask, i);
+            clear_bit(s->sink_mask, i);
             forget_states(seq, i);
         }
         forget_states(seq, len);
@@ -769,13 +784,14 @@ static tkv_status call_copy(int seq, int layer) {
             to->position[j] = from->position[i] + at - first;
             to->turned[j] = from->turned[i] + at - first;
             if (!is_readable(now.state[src][l][i])) set_bit(to->evicted_mask, j);
+            else if (has_bit(from->sink_mask, i)) set_bit(to->sink_mask, j);
             j++;
         }
         for (; j < to->len + n; j++) set_bit(to->evicted_mask, j); /* as many indices in each layer */
         to->len = to->exact_from = j;
     }
     reserved[seq] = reserved[src] = 0;
-    may_share[seq] = may_share[src] = has_moved[seq] = 1;
+    may_share[seq] = may_share[src] = has_moved[seq] = has_copies[seq] = 1;
     return st;
 }
 
@@ -894,11 +910,20 @@ static double weights[LONGEST];
 static int sees_key(const model_sequence *s, int layer, int first, int at, int i) {
     const int window = window_of(layer) ? WINDOW : 1 << 30;
     return i <= at && (i >= first || s->position[i] <= s->position[at]) &&
-           (s->position[at] - s->position[i] < window || i < n_window_sinks());
+           (s->position[at] - s->position[i] < window || i < n_window_sinks() ||
+            (n_window_sinks() && has_bit(s->sink_mask, i)));
 }
 
-/* Attention over the live tokens, from the given K and V. first: index of the oldest query of the call. */
-static void attend_in_double(int seq, int layer, int first, int n, const float *q, const float *k,
+/* Index that follows the expired tokens of a layer. Sinks that queries see beyond the window stay between them. */
+static int expired_end(const model_sequence *s, const tkv_layer_info *info) {
+    int i = info->expired ? n_window_sinks() : 0, n = info->expired;
+    for (; n > 0; i++) n -= !(n_window_sinks() && has_bit(s->sink_mask, i));
+    return i;
+}
+
+/* Attention over the live tokens, from the given K and V. first: index of the oldest query of the call. from: index of
+ * the first of the n queries. */
+static void attend_in_double(int seq, int layer, int first, int from, int n, const float *q, const float *k,
                              const float *v, double *out) {
     const model_sequence *s = &model[seq][layer];
     const int heads = shape[layer].heads, kv_heads = shape[layer].kv_heads, dim = shape[layer].dim,
@@ -908,7 +933,7 @@ static void attend_in_double(int seq, int layer, int first, int n, const float *
         for (h = 0; h < heads; h++) {
             const float *qh = q + (r * heads + h) * dim;
             double *o = out + (r * heads + h) * v_dim, top_logit = -1e300, sum = 0.0;
-            const int at = s->len - n + r, g = h / (heads / kv_heads);
+            const int at = from + r, g = h / (heads / kv_heads);
             for (c = 0; c < v_dim; c++) o[c] = 0.0;
             for (i = 0; i <= at; i++) {
                 double x = 0.0;
@@ -934,30 +959,39 @@ static tkv_status call_attend(int seq, int layer) {
     const int heads = shape[layer].heads, dim = shape[layer].dim, v_dim = shape[layer].v_dim,
               n = min_of(s->len, 1 + rand_below(rand_below(2) ? QUERIES : CHECKED)),
               n_checked = min_of(n, CHECKED), skip = (n - n_checked) * heads;
+    const int first = rand_below(3) ? s->len - n : rand_below(s->len - n + 1), end = first + n;
     static float moved[LONGEST * MAX_ROW];
     const int count = n_checked * heads * v_dim, fails = store.fail_read, lies = store.corrupt_read,
               failed = store.n_failed;
     double format_err_sq = 0.0, err_sq = 0.0, sum_sq = 0.0, bound;
     int i, at, is_seen, sees_discarded = 0, any_discarded = 0, sees_expired = 0, out_of_order = 0;
+    tkv_attend_params p;
     tkv_layer_info info;
     tkv_status st;
     CHECK_EQ(tkv_get_layer(kv, seq, layer, &info), TKV_OK);
     call.sets_error = 0;
-    sprintf(call.text, "attend, %d queries of sequence %d, layer %d", n, seq, layer);
+    sprintf(call.text, "attend, %d queries from %d on of sequence %d, layer %d", n, first, seq, layer);
     tkv_rng_fill(&rng, q, (size_t)(n * heads * dim), 1.5);
-    st = tkv_attend(kv, seq, layer, q, n, out);
+    memset(&p, 0, sizeof p);
+    p.layer = layer;
+    p.seq = seq;
+    p.n = n;
+    p.q = q;
+    p.out = out;
+    if (end < s->len || rand_below(2)) p.first_queries = &first;
+    st = tkv_attend_ex(kv, &p);
     for (i = 0; i < s->len && n; i++) {
         any_discarded |= has_bit(s->discarded_mask, i);
         is_seen = 0;
-        for (at = s->len - n; at < s->len; at++) is_seen |= sees_key(s, layer, s->len - n, at, i);
-        out_of_order |= i < s->len - n && s->position[i] > s->position[s->len - n];
+        for (at = first; at < end; at++) is_seen |= sees_key(s, layer, first, at, i);
+        out_of_order |= i < first && s->position[i] > s->position[first];
         if (!is_seen) continue;
         sees_discarded |= has_bit(s->discarded_mask, i) && !cfg.recompute.compute;
         /* also where the token had been evicted before */
-        sees_expired |= info.expired && i >= n_window_sinks() && i < info.expired + n_window_sinks();
+        sees_expired |= i >= n_window_sinks() && i < expired_end(s, &info) &&
+                        !(n_window_sinks() && has_bit(s->sink_mask, i));
     }
-    for (at = s->len - n; at < s->len; at++)
-        out_of_order |= at > s->len - n && s->position[at] < s->position[at - 1];
+    for (at = first; at < end; at++) out_of_order |= at > first && s->position[at] < s->position[at - 1];
     if (store.n_failed == failed && !has_moved[seq])
         CHECK_MSG(sees_expired     ? st == TKV_ERR_RANGE
                   : sees_discarded ? st == TKV_ERR_NO_SOURCE
@@ -969,7 +1003,7 @@ static tkv_status call_attend(int seq, int layer) {
     /* Queries in a block see its older tokens by index (api.h). The model does not know blocks. */
     if (out_of_order) return st;
     /* It does not know either which copied tokens came from sinks. */
-    if (n_window_sinks() && has_moved[seq]) return st;
+    if (n_window_sinks() && has_copies[seq]) return st;
     CHECK_EQ(store.n_failed, failed);
     store.fail_read = store.corrupt_read = fail_at_row = 0;
     for (i = 0; i < s->len; i++)
@@ -980,8 +1014,8 @@ static tkv_status call_attend(int seq, int layer) {
     store.fail_read = fails;
     store.corrupt_read = lies;
     for (i = 0; i < s->len; i++) (void)moved_key(s, i, moved + i * shape[layer].k_row);
-    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * dim, k_out, v_out, expected);
-    attend_in_double(seq, layer, s->len - n, n_checked, q + skip * dim, moved, s->v, exact);
+    attend_in_double(seq, layer, first, end - n_checked, n_checked, q + skip * dim, k_out, v_out, expected);
+    attend_in_double(seq, layer, first, end - n_checked, n_checked, q + skip * dim, moved, s->v, exact);
     for (i = 0; i < count; i++) {
         format_err_sq += (expected[i] - exact[i]) * (expected[i] - exact[i]);
         err_sq +=
@@ -1073,7 +1107,7 @@ static tkv_status call_evict_named(int seq, int layer) {
     for (l = 0; l < LAYERS && !st; l++) /* anchors are not evicted */
         for (i = 0; i < min_of(n, model[seq][l].len) && !cfg.tiers.n_anchors && (all || l == layer); i++)
             if (has_bit(victims, i) && !has_bit(model[seq][l].pinned_mask, i) &&
-                now.state[seq][l][i] != EXPIRED)
+                !has_bit(model[seq][l].sink_mask, i) && now.state[seq][l][i] != EXPIRED)
                 CHECK_MSG(has_bit(model[seq][l].evicted_mask, i), "layer %d: token %d must be evicted", l, i);
     return st;
 }
@@ -1089,6 +1123,38 @@ static tkv_status call_pin(int seq, int layer) {
             if (pinned) set_bit(model[seq][layer].pinned_mask, i);
             else clear_bit(model[seq][layer].pinned_mask, i);
         }
+    return st;
+}
+
+/* Few tokens, because each keeps a block exact. */
+static tkv_status call_set_sinks(int seq, int layer) {
+    const int on = rand_below(3) != 0, n = on ? 1 + rand_below(3) : rand_below(200);
+    const int len = max_len(seq),
+              start = rand_below(4) ? max_of(0, len - 1 - rand_below(80)) : rand_below(len + 2);
+    int l, i, n_missing = 0, n_coded = 0;
+    tkv_status st;
+    (void)layer;
+    sprintf(call.text, "%s %d sinks from %d on in sequence %d", on ? "name" : "forget", n, start, seq);
+    for (l = 0; l < LAYERS; l++)
+        for (i = start; i < start + n; i++) {
+            uint8_t tier = TKV_TOKEN_GONE;
+            if (i < model[seq][l].len) CHECK_EQ(tkv_get_tiers(kv, seq, l, i, 1, &tier), TKV_OK);
+            n_missing += tier == TKV_TOKEN_GONE;
+            n_coded += tier != TKV_TIER_HOT;
+        }
+    st = tkv_seq_set_sinks(kv, seq, start, n, on);
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors || (in_place && !has_budget()));
+    if (st == TKV_ERR_RANGE) CHECK(n_missing > 0);
+    if (st == TKV_ERR_NO_SOURCE) CHECK(n_coded > 0);
+    for (l = 0; l < LAYERS && !st; l++)
+        for (i = start; i < min_of(start + n, model[seq][l].len); i++) {
+            const int state = now.state[seq][l][i];
+            if (on) CHECK(state == LIVE || (state != DISCARDED && window_of(l) && !cfg.model.window_sinks));
+            if (state == LIVE && on) set_bit(model[seq][l].sink_mask, i);
+            if (!on) clear_bit(model[seq][l].sink_mask, i);
+        }
+    if (!st) reserved[seq] = 0;
     return st;
 }
 
@@ -1307,6 +1373,7 @@ static const struct {
     {"evict", 25, EVICTION, call_evict, ERR(STATE) | ERR(CONFIG) | ERR(NONFINITE)},
     {"evict named", 25, EVICTION, call_evict_named, ERR(STATE)},
     {"pin", 20, EVICTION, call_pin, ERR(STATE)},
+    {"set sinks", 30, 0, call_set_sinks, ERR(STATE) | ERR(RANGE) | ERR(NO_SOURCE) | ERR(UNSUPPORTED)},
     {"importance", 30, 0, call_importance, ERR(CONFIG) | ERR(NONFINITE)},
     {"offload", 40, STORE, call_offload, ERR(IO) | ERR(ARG)},
     {"promote", 40, STORE, call_promote, MEMORY_ERRORS | ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE)},

@@ -222,6 +222,12 @@ class Recipes(unittest.TestCase):
         self.assertEqual(int(said.group(2)), discarded // 16 * 2)  # heads; K and V together
 
 
+    def test_r14_sinks_inside_a_text(self):
+        said = re.match(r"^4 named sinks; (\d+) of 4000 tokens have expired\n$", self.run_recipe("R14"))
+        self.assertTrue(said)
+        self.assertGreater(int(said.group(1)), 4000 - 256 - 200)
+
+
 class Extraction(unittest.TestCase):
     """The test finds what is wrong."""
 

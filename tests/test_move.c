@@ -1128,6 +1128,110 @@ TEST(rows_see_to_their_ends) {
         }
 }
 
+/* Queries of tokens that are not the last ones: as when they were the last, and as the reference. */
+TEST(queries_of_older_tokens) {
+    enum { LEN = 500, N = 60, WINDOW = 90 };
+    static float q[N * 2 * KV_HEADS * DIM], out[N * 2 * KV_HEADS * V_DIM], want[N * 2 * KV_HEADS * V_DIM];
+    static float halves[N * 2 * KV_HEADS * V_DIM];
+    static const int sizes[] = {1, 9, N};
+    tkv_rng rng = tkv_rng_seed(11);
+    int i, window, first, ends[N];
+    tkv_rng_fill(&rng, q, COUNT(q), 1.5);
+    for (i = 0; i < COUNT(sizes); i++)
+        for (window = 0; window <= WINDOW; window += WINDOW)
+            for (first = 37; first + sizes[i] <= LEN; first += 61) {
+                const int n = sizes[i];
+                tkv_config cfg = make_f32_config(1, 2);
+                tkv_attend_params p;
+                tkv_cache *kv;
+                tkv_rows rows[2];
+                int both[2], t;
+                cfg.model.window = 0;
+                kv = create_cache(&cfg);
+                CHECK_EQ(append_to_all_layers(kv, 0, 3, first + n, 70), TKV_OK);
+                memset(&p, 0, sizeof p);
+                p.n = n;
+                p.q = q;
+                p.window = window;
+                p.out = want;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                CHECK_EQ(append_to_all_layers(kv, 0, 3, LEN - first - n, 70), TKV_OK);
+                p.first_queries = &first;
+                p.out = out;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                CHECK_LE(mean_squared_difference(out, want, n * 2 * KV_HEADS * V_DIM), 1e-10);
+                CHECK_LE(reference_error(kv, 0, 0, &p, n), 0.005);
+                p.batch = rows; /* the rows of a chunk in two calls, and both as entries of one */
+                p.n_batch = 2;
+                rows[0].seq = rows[1].seq = 0;
+                rows[0].n = n / 3;
+                rows[1].n = n - n / 3;
+                both[0] = first;
+                both[1] = first + n / 3;
+                p.first_queries = both;
+                p.out = halves;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                CHECK_LE(mean_squared_difference(halves, want, n * 2 * KV_HEADS * V_DIM), 1e-10);
+                p.batch = NULL;
+                p.first_queries = &first;
+                p.row_ends = ends;
+                for (t = 0; t < n; t++) ends[t] = first + t + 1 < LEN ? first + t + 2 : LEN;
+                CHECK_LE(reference_error(kv, 0, 0, &p, n), 0.005);
+                ends[0] = first; /* a row sees itself */
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+                p.row_ends = NULL;
+                both[0] = -1;
+                p.first_queries = both;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+                both[0] = LEN - n + 1;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
+                CHECK_EQ(tkv_attend_reference(kv, &p), TKV_ERR_RANGE);
+                both[0] = INT_MAX;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
+                tkv_destroy(kv);
+            }
+}
+
+/* Old queries of a layer with a window, as far as no key of theirs has expired. And before discarded tokens. */
+TEST(older_queries_need_their_keys) {
+    static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+    tkv_config cfg = make_config(1, 1);
+    tkv_attend_params p;
+    tkv_layer_info info;
+    tkv_cache *kv;
+    int first, n, n_seen = 0;
+    memset(&p, 0, sizeof p);
+    p.n = 1;
+    p.q = q;
+    p.out = out;
+    p.first_queries = &first;
+    cfg.model.window = 100;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 3, 600, 50), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.expired > 200 && info.expired < 450);
+    for (first = 0; first < 600; first++) {
+        const int is_there = first - 99 >= info.expired;
+        n_seen += is_there;
+        CHECK_EQ(tkv_attend_ex(kv, &p), is_there ? TKV_OK : TKV_ERR_RANGE);
+        CHECK_EQ(tkv_attend_reference(kv, &p), is_there ? TKV_OK : TKV_ERR_RANGE);
+    }
+    CHECK(n_seen > 100);
+    tkv_destroy(kv);
+    cfg.model.window = 0;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 3, 600, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 256, &n), TKV_OK);
+    CHECK_EQ(n, 256);
+    fill_rows(3, 0, 4, 64, k_in, v_in);
+    CHECK_EQ(tkv_restore(kv, 0, 0, 4, k_in, v_in, 64), TKV_OK); /* 68 .. 259 are still discarded */
+    for (first = 0; first < 600; first++)
+        CHECK_EQ(tkv_attend_ex(kv, &p), first < 68 ? TKV_OK : TKV_ERR_NO_SOURCE);
+    first = 50;
+    CHECK_LE(reference_error(kv, 0, 0, &p, 1), 0.02);
+    tkv_destroy(kv);
+}
+
 /* A batch with padding on the left gives what it gives without. */
 TEST(padded_batches_equal_packed_ones) {
     enum { WIDTH = 40, SEQS = 3 };
@@ -1970,6 +2074,8 @@ int main(int argc, char **argv) {
     RUN(windows_follow_the_positions_given);
     RUN(jumps_without_memory_change_nothing);
     RUN(rows_see_to_their_ends);
+    RUN(queries_of_older_tokens);
+    RUN(older_queries_need_their_keys);
     RUN(padded_batches_equal_packed_ones);
     RUN(copied_tokens_attend_as_if_read_there);
     RUN(copies_of_coded_tokens_keep_their_bytes);

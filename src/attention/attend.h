@@ -100,19 +100,27 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
-/* The least index that the last n tokens of a list see, sinks beyond the window aside; below `expired` if they would
- * see an expired token. Expired tokens have positions before those of the first block that may expire. */
-static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int n, int window) {
+/* Index of the first query of a batch entry. */
+static int tkvi_first_query(const tkvi_call *c, int item) {
+    return c->p->first_queries
+               ? c->p->first_queries[item]
+               : tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len - c->rows[item].n;
+}
+
+/* The least index that the n tokens of a list from index `query` on see, sinks beyond the window aside; below `expired`
+ * if they would see an expired token. Expired tokens have positions before those of the first block that may expire. */
+static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, int n, int window) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first = tkvi_first_to_expire(kv, layer, list);
+    const int first = tkvi_first_to_expire(kv, layer, list, ids);
     int i, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
-    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > list->len - n; i--)
-        lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), list->len - n) +
-                                      kv->pool.entry[ids[i - 1]].shift);
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
+        if (tkvi_block_start(kv, ids, i - 1) < query + n)
+            lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
+                                          kv->pool.entry[ids[i - 1]].shift);
     lowest -= window - 1;
-    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, list->len - n + 1 - window);
+    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
@@ -126,13 +134,14 @@ static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
     return p->first_rows ? p->first_rows[item] : before;
 }
 
-/* 1 if first_rows and row_ends are valid for a batch entry. len: tokens of the sequence. */
-static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int n, int len) {
+/* 1 if first_rows and row_ends are valid for a batch entry. first: index of its first query. len: tokens of the
+ * sequence. */
+static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int first, int n, int len) {
     int query;
     if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
         const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
-        if (end <= len - n + query || end > len) return 0;
+        if (end <= first + query || end > len) return 0;
     }
     return 1;
 }
@@ -179,18 +188,21 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
         int oldest; /* least index that a query sees */
-        int len;
+        int len, first;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
         len = list->len;
-        if (!p->non_causal && c->rows[i].n > len) return TKV_ERR_RANGE;
-        if (!tkvi_are_rows_valid(p, i, n_queries, c->rows[i].n, len)) return TKV_ERR_ARG;
+        first = tkvi_first_query(c, i);
+        if (p->first_queries && first < 0) return TKV_ERR_ARG;
+        if (p->first_queries ? c->rows[i].n > len - first : !p->non_causal && first < 0) return TKV_ERR_RANGE;
+        if (!tkvi_are_rows_valid(p, i, n_queries, first, c->rows[i].n, len)) return TKV_ERR_ARG;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, c->rows[i].n, c->window);
+        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest))
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest,
+                                p->non_causal || p->row_ends ? len : first + c->rows[i].n))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
@@ -263,7 +275,7 @@ static int tkvi_head_of(const tkvi_work_tile *u, int r) {
 
 /* Index and position of the query of row r. */
 static int tkvi_index_of(const tkvi_work_tile *u, int r) {
-    return u->list->len - u->n_queries + tkvi_query_of(u, r);
+    return u->sight.first_query + tkvi_query_of(u, r);
 }
 
 static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index_of(u, r) + u->shift[r]; }
@@ -373,9 +385,10 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
         tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
-    u->sight.sinks = c->plan->sees_sinks ? u->list->sinks : 0;
+    u->sight.sees_sinks = c->plan->sees_sinks;
+    u->sight.sinks = u->sight.sees_sinks ? u->list->sinks : 0;
     u->sight.non_causal = c->p->non_causal;
-    u->sight.first_query = u->list->len - u->n_queries;
+    u->sight.first_query = tkvi_first_query(c, item);
     tkvi_place_rows(u);
     u->changes = c->p->softcap > 0.0f || c->p->alibi_slopes || c->p->mask || c->p->mask_bits;
     u->far_rows = c->want_far ? tkvi_far_rows(u) : 0;
@@ -726,12 +739,16 @@ static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int
 /* Applies softcap, ALiBi, masks and visibility to the 64 scores of row r for block i. at: indices of the slots. */
 static void tkvi_adjust_scores(const tkvi_work_tile *u, int r, float origin, int i, const int *at, float *s) {
     const int shift = u->call->kv->pool.entry[u->ids[i]].shift;
-    int low, high, t;
+    const uint64_t sinks = tkvi_sinks_beyond(u->call->kv, u->ids, i, &u->sight);
+    int low, high, t, from[TKVI_BLOCK];
     tkvi_visible(u, i, r, &low, &high);
-    if (!tkvi_is_finite(origin)) high = low;
+    if (!tkvi_is_finite(origin)) high = 0;
+    for (t = 0; t < TKVI_BLOCK; t++) from[t] = low;
+    for (t = 0; t < TKVI_BLOCK && sinks >> t; t++)
+        if (sinks >> t & 1) from[t] = 0;
     for (t = 0; t < TKVI_BLOCK && u->changes; t++)
-        if (at[t] >= low && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], shift, s[t]);
-    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= low && at[t] < high ? s[t] : TKVI_HIDDEN;
+        if (at[t] >= from[t] && at[t] < high) s[t] = tkvi_adjust_score(u, r, origin, at[t], shift, s[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) s[t] = at[t] >= from[t] && at[t] < high ? s[t] : TKVI_HIDDEN;
 }
 
 /* The record of block i + 1, for the CPU's prefetch. NULL after the last block, and if it is offloaded. */
@@ -760,6 +777,7 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkv
     int low, high, r;
     if (!tkvi_is_seen(u, i, start, end)) {
         tkvi_visible_rows(u, i, 0, &low, &high);
+        if (tkvi_sinks_beyond(kv, u->ids, i, &u->sight)) low = 0;
         if (end <= low || start >= high) return 0;
     }
     if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
@@ -1341,11 +1359,18 @@ static TKVI_NOINLINE void tkvi_prefill_turn(const tkvi_work_tile *u, int turned,
     q->order = NULL;
 }
 
+/* 1 if the tokens of block i that a lane sees are no run of slots: tkvi_adjust_score_lanes hides the others. */
+static int tkvi_is_adjusted(const tkvi_work_tile *u, int i) {
+    return u->call->kv->pool.entry[u->ids[i]].n_packed ||
+           tkvi_sinks_beyond(u->call->kv, u->ids, i, &u->sight);
+}
+
 /* The tokens of block i that each lane sees: low .. high-1. Returns 0 if all lanes see all tokens. */
 static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end, int32_t *low,
                               int32_t *high) {
     const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
-    const int packed = e->n_packed, slots = tkvi_block_tokens(u->call->kv, u->list, u->ids, i);
+    const int slots = tkvi_block_tokens(u->call->kv, u->list, u->ids, i);
+    const int is_adjusted = tkvi_is_adjusted(u, i);
     int r;
     if (!u->changes && !tkvi_has_hidden(u, i, start, end)) return 0;
     memset(low, 0, TKVI_PREFILL * sizeof *low);
@@ -1353,9 +1378,8 @@ static int tkvi_visible_lanes(const tkvi_work_tile *u, int i, int start, int end
     for (r = 0; r < u->rows; r++) {
         int from, to;
         tkvi_visible(u, i, r, &from, &to);
-        /* tkvi_adjust_score_lanes hid scores of packed blocks */
-        low[r] = packed ? 0 : tkvi_max(from - start, 0) + e->first_slot;
-        high[r] = packed ? packed : tkvi_min(tkvi_min(to, end) - start + e->first_slot, slots);
+        low[r] = is_adjusted ? 0 : tkvi_max(from - start, 0) + e->first_slot;
+        high[r] = is_adjusted ? slots : tkvi_min(tkvi_min(to, end) - start + e->first_slot, slots);
     }
     return 1;
 }
@@ -1430,7 +1454,8 @@ static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, i
     w.high = high;
     /* A new maximum scales far_attention of all lanes, not only of far_rows. */
     w.far_attention = u->call->want_far ? sums->far_attention : NULL;
-    if (u->changes || !tkvi_has_all_slots(e)) tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
+    if (u->changes || !tkvi_has_all_slots(e) || tkvi_is_adjusted(u, i))
+        tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
     w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
     w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
     if (u->call->many->softmax_step(&w)) u->call->many->shrink(sums->o, u->v_pad, w.lanes, shrink);
@@ -1441,6 +1466,7 @@ static int tkvi_prefill_sees(const tkvi_prefill_groups *all, int i, int start, i
     int k, first, last, sees = 0;
     for (k = 0; k < all->n; k++) {
         tkvi_visible_rows(&all->tile[k], i, 0, &first, &last);
+        if (tkvi_sinks_beyond(all->tile->call->kv, all->tile->ids, i, &all->tile->sight)) first = 0;
         sees |= end > first && start < last;
     }
     return sees;

@@ -9,22 +9,23 @@
 
 #include "attention/attend.h"
 
-/* Logit of a key for query `query` of batch entry `item`. The key has index j and is in block i. *seen: 0 if the query
- * does not see the key. */
+/* Logit of a key for query `query` of batch entry `item`. The key has index j and is in this slot of block i. *seen: 0
+ * if the query does not see the key. */
 static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, int head, const float *key,
-                             int i, int j, int *seen) {
+                             int i, int slot, int j, int *seen) {
     const tkv_attend_params *p = c->p;
     const tkv_cache *kv = c->kv;
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
-    const int len = list->len, first = len - c->rows[item].n, at = first + query;
+    const int len = list->len, first = tkvi_first_query(c, item), at = first + query;
     const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
     const int by_index = tkvi_block_end(kv, list, ids, i) > first;
     const int end = p->row_ends ? p->row_ends[row] : at + 1;
+    const int is_sink = i < list->sinks || (tkvi_sink_mask(&kv->pool, ids[i]) >> slot & 1);
     double s = 0.0, add = 0.0;
     *seen = 0;
     if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
-    if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && i < list->sinks)) return 0.0;
+    if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && is_sink)) return 0.0;
     if (p->mask) {
         const float bias = tkvi_mask_of(c, item, row, j);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
@@ -99,7 +100,7 @@ static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query,
                 if (TKVI_HAS_MOVES && kv->pool.entry[ids[i]].turned)
                     tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0, key);
                 j = tkvi_slot_index(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, key, i, j, &seen);
+                s = tkvi_ref_logit(c, item, row, query, head, key, i, t, j, &seen);
                 if (!seen) continue;
                 if (pass == 0) {
                     finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */

@@ -311,21 +311,41 @@ static void tkvi_end_slots(tkv_cache *kv, const tkvi_list *list, const uint32_t 
     if (!e->n_packed && !e->end_slot) e->end_slot = (uint8_t)tkvi_block_tokens(kv, list, ids, i);
 }
 
-/* Index of the first block of a list that may expire: the sinks stay if queries see them beyond the window. */
-static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list *list) {
-    return kv->tables.plan[layer].keeps_sinks ? list->sinks : 0;
+/* Number of bits that are set. */
+static int tkvi_n_bits(uint64_t mask) {
+    int n = 0;
+    for (; mask; mask &= mask - 1) n++;
+    return n;
+}
+
+/* 1 if a block does not expire: it has named sinks, and queries see them beyond the window. */
+static int tkvi_outlasts_window(const tkv_cache *kv, int layer, uint32_t id) {
+    return kv->tables.plan[layer].keeps_sinks && tkvi_sink_mask(&kv->pool, id);
+}
+
+/* Index of the first block of a list that may expire. Blocks with sinks that queries see beyond the window are before
+ * it: such a block loses its other tokens when the window has passed them. */
+static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
+    int i = kv->tables.plan[layer].keeps_sinks ? list->sinks : 0;
+    while (i < list->n && tkvi_block_start(kv, ids, i) < list->expired &&
+           tkvi_outlasts_window(kv, layer, ids[i]))
+        i++;
+    return i;
 }
 
 /* Position that follows the expired tokens, for lists with blocks: it moves with the first block that may expire. */
 static int tkvi_expired_position(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
-    const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list), list->n - 1);
+    const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list, ids), list->n - 1);
     return list->expired + kv->pool.entry[ids[first]].shift;
 }
 
 /* Number of tokens that have expired. Indices of sinks that stay are before `expired`, too. */
-static int tkvi_n_expired(const tkv_cache *kv, int layer, const tkvi_list *list) {
+static int tkvi_n_expired(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_plan *p = &kv->tables.plan[layer];
-    return tkvi_max(0, list->expired - (p->keeps_sinks ? p->sink : 0));
+    int n = tkvi_max(0, list->expired - (p->keeps_sinks ? p->sink : 0)),
+        i = p->keeps_sinks ? tkvi_first_to_expire(kv, layer, list, ids) : 0;
+    while (i-- > list->sinks) n -= tkvi_n_bits(tkvi_sink_mask(&kv->pool, ids[i]));
+    return n;
 }
 
 /* Bits of the first `slots` slots, 1 .. 64. */
@@ -457,9 +477,10 @@ static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
 }
 
 /* The tier of the tokens of block i: that of the list, or that which the block is coded for if a colder list had it
- * before (tkv_seq_copy). */
+ * before (tkv_seq_copy). Blocks with named sinks count as hot, as sinks do. */
 static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkv_tier tier = tkvi_tier_at(list, i), coded = (tkv_tier)tkvi_block_of(kv, ids[i])->tier;
+    if (tkvi_sink_mask(&kv->pool, ids[i])) return TKV_TIER_HOT;
     return coded > tier ? coded : tier;
 }
 

@@ -32,9 +32,15 @@ typedef struct tkvi_sums {
 typedef struct tkvi_sight {
     int window;      /* newest positions that a query sees; 0: all */
     int sinks;       /* blocks at the front of the list that a query sees beyond its window */
+    int sees_sinks;  /* 1: it sees named sinks beyond its window (tkvi_sinks_beyond) */
     int non_causal;  /* 1: a query sees keys after itself */
     int first_query; /* index of the oldest query */
 } tkvi_sight;
+
+/* Bits of the slots of block i whose keys queries see also below `low` of tkvi_visible_in: named sinks. */
+static uint64_t tkvi_sinks_beyond(const tkv_cache *kv, const uint32_t *ids, int i, const tkvi_sight *sight) {
+    return sight->window && sight->sees_sinks ? tkvi_sink_mask(&kv->pool, ids[i]) : 0;
+}
 
 /* The indices of the keys in block i that a query sees by causality and window: low .. high-1. Causality goes by index
  * in blocks with tokens of the queries, and by position in all older ones. end: indices from here on are hidden from

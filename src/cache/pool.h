@@ -54,6 +54,7 @@ typedef struct tkvi_entry {
     int start;      /* index of the first token; the entry covers indices up to the start of the next entry */
     /* bit per slot, oldest first: evicted, removed, truncated, or now an anchor with the sinks */
     uint64_t evicted_mask;
+    uint64_t sink_mask;   /* bit per slot: a live token that the caller named a sink (step/sinks.h) */
     uint32_t next_holder; /* ring of the entries that hold the block */
     int shift;            /* positions of the tokens less their indices (step/move.h) */
     int turned;           /* positions by which the tokens moved since they were appended */
@@ -421,7 +422,7 @@ static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start, int shift
     const uint32_t id = tkvi_take_entry(pool);
     tkvi_entry *e = &pool->entry[id];
     e->start = start;
-    e->evicted_mask = 0;
+    e->evicted_mask = e->sink_mask = 0;
     e->shift = shift;
     e->turned = 0;
     e->n_packed = 0;
@@ -445,9 +446,23 @@ static uint32_t tkvi_share_entry(tkvi_pool *pool, uint32_t from, int n_tokens) {
     return id;
 }
 
+/* Bits of the slots with named sinks of an entry. */
+static uint64_t tkvi_sink_mask(const tkvi_pool *pool, uint32_t id) {
+    return TKVI_HAS_EVICT ? pool->entry[id].sink_mask : 0;
+}
+
+/* 1 if the block of an entry has named sinks, of any holder. Then it is not coded again. */
+static int tkvi_has_named_sinks(const tkvi_pool *pool, uint32_t id) {
+    uint64_t sinks = tkvi_sink_mask(pool, id);
+    uint32_t i = pool->entry[id].next_holder;
+    for (; i != id; i = pool->entry[i].next_holder) sinks |= tkvi_sink_mask(pool, i);
+    return sinks != 0;
+}
+
 /* The hottest tier among the holders of an entry's block. tier: that of the entry itself. */
 static tkv_tier tkvi_hottest_tier(const tkvi_pool *pool, uint32_t id, tkv_tier tier) {
     uint32_t i = pool->entry[id].next_holder;
+    if (tkvi_has_named_sinks(pool, id)) return TKV_TIER_HOT;
     for (; i != id; i = pool->entry[i].next_holder)
         if (pool->entry[i].tier < (int)tier) tier = (tkv_tier)pool->entry[i].tier;
     return tier;
@@ -462,6 +477,14 @@ static tkv_tier tkvi_tier_for_all(const tkvi_pool *pool, uint32_t id) {
  * left. The next append of any holder's layer codes it again (reclaim/age.h). */
 static int tkvi_is_late(const tkvi_pool *pool, uint32_t id) {
     return pool->block[pool->entry[id].block].tier < (int)tkvi_tier_for_all(pool, id);
+}
+
+/* Sets the named sinks of an entry. */
+static void tkvi_set_sink_mask(tkvi_pool *pool, uint32_t id, uint64_t mask) {
+    if (!TKVI_HAS_EVICT || pool->entry[id].sink_mask == mask) return;
+    pool->n_late -= (uint32_t)(pool->n_late && tkvi_is_late(pool, id));
+    pool->entry[id].sink_mask = mask;
+    pool->n_late += (uint32_t)tkvi_is_late(pool, id);
 }
 
 /* Moves a block that one list holds to a slot of another layout. `write` computes the new bytes from the old ones. */

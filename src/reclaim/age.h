@@ -199,6 +199,7 @@ static int tkvi_demote_block(tkv_cache *kv, int seq, int layer, int i, int layou
     uint16_t previous_layout;
     tkvi_recoding r;
     if (!tkvi_is_recoded_to(kv, b, layout)) return 1;
+    TKVI_ASSERT(!tkvi_has_named_sinks(&kv->pool, id));
     if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
     tkvi_copy_for_meter(kv, seq, layer, id);
     kv->counts.demoted++;
@@ -275,12 +276,12 @@ static void tkvi_recode_late(tkv_cache *kv, int layer) {
 
 /* >>lists */
 /* Number of blocks, from tkvi_first_to_expire on, that have left every window, after the margin of
- * tkvi_expiry_margin. */
+ * tkvi_expiry_margin. Those that outlast their window are among them. */
 static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first = tkvi_first_to_expire(kv, layer, list);
+    const int first = tkvi_first_to_expire(kv, layer, list, ids);
     int64_t oldest_kept; /* position */
     int i = first;
     if (!p->kept_window || !list->n) return 0;
@@ -291,17 +292,29 @@ static int tkvi_n_expiring(const tkv_cache *kv, int seq, int layer) {
     return i - first;
 }
 
-/* Frees the blocks that have left every window. Sinks expire first, if they do. */
+/* Frees the blocks that have left every window. Sinks expire first, if they do. A block that outlasts its window keeps
+ * its named sinks alone. */
 static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first = tkvi_first_to_expire(kv, layer, list), end = first + tkvi_n_expiring(kv, seq, layer);
-    int i;
+    const int first = tkvi_first_to_expire(kv, layer, list, ids);
+    int end = first + tkvi_n_expiring(kv, seq, layer), i;
     if (first == end) return;
     if (first > 0) tkvi_end_slots(kv, list, ids, first - 1);
     list->expired = tkvi_block_start(kv, ids, end);
-    for (i = first; i < end; i++) tkvi_release_entry(&kv->pool, ids[i]);
-    tkvi_unlist_blocks(list, ids, first, end);
+    for (i = first; i < end; i++) {
+        tkvi_entry *e = &kv->pool.entry[ids[i]];
+        if (!tkvi_outlasts_window(kv, layer, ids[i])) continue;
+        tkvi_end_slots(kv, list, ids, i);
+        e->evicted_mask |= tkvi_live_mask(e, tkvi_block_tokens(kv, list, ids, i)) & ~e->sink_mask;
+    }
+    while (end > first) {
+        const int last = end--;
+        if (tkvi_outlasts_window(kv, layer, ids[end])) continue;
+        while (end > first && !tkvi_outlasts_window(kv, layer, ids[end - 1])) end--;
+        for (i = end; i < last; i++) tkvi_release_entry(&kv->pool, ids[i]);
+        tkvi_unlist_blocks(list, ids, end, last);
+    }
 }
 
 /* Finds the oldest due block of a list: a warm block goes to the archive, a hot block to warm or archive. hot_age: age

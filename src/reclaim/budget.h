@@ -159,18 +159,20 @@ static void tkvi_exchange_blocks(tkv_cache *kv, tkvi_choose_layout choose, tkvi_
 static int tkvi_least_layout(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
     const int max_level = kv->budget.pressure.cfg.max_level, can_learn = !tkvi_has_open_step(kv);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const int has_sinks = tkvi_has_named_sinks(&kv->pool, id);
     int level, least = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->layout;
     if (TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && !kv->call.keeps_tokens && !kv->seq[seq].in_step &&
         i + 1 < tkvi_list_of(kv, seq, layer)->n)
         return -1;
     for (level = kv->tables.level; level <= max_level; level++) {
         const tkv_tier due = tkvi_due_tier(kv, seq, layer, i, &specs[level], can_learn);
-        if ((tkvi_can_store(kv) || kv->tables.cfg.recompute.compute ||
+        if ((tkvi_can_store(kv) || (kv->tables.cfg.recompute.compute && !has_sinks) ||
              (TKVI_HAS_DISCARD && kv->tables.cfg.budget.discard && !kv->call.keeps_tokens &&
-              tkvi_is_idle(kv, seq))) &&
+              tkvi_is_idle(kv, seq) && !has_sinks)) &&
             tkvi_can_offload(kv, seq, layer, i, &specs[level]))
             return -1;
-        if (due != TKV_TIER_HOT && tkvi_is_smaller(kv, least, specs[level].layout[due]))
+        if (due != TKV_TIER_HOT && !has_sinks && tkvi_is_smaller(kv, least, specs[level].layout[due]))
             least = specs[level].layout[due];
     }
     return least;
@@ -247,7 +249,8 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
                                   int n_staying, const tkvi_choice *victims, tkvi_demand *demand) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const int first_expired = tkvi_first_to_expire(kv, layer, list), end_expired = first_expired + n_expired;
+    const int first_expired = tkvi_first_to_expire(kv, layer, list, ids),
+              end_expired = first_expired + n_expired;
     tkvi_stretch stretch;
     int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
@@ -255,21 +258,22 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
         const int in_ram =
-            !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to);
+            !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
+                                      tkvi_sink_mask(&kv->pool, ids[i]));
         const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
             if (choosable >> t & 1 && tkvi_has(victims->victims, token++)) used &= ~((uint64_t)1 << t);
-        if (i >= first_expired && i < end_expired) {
+        if (i >= first_expired && i < end_expired && !tkvi_outlasts_window(kv, layer, ids[i])) {
             if (victims && used) last_expired = i;
             /* which one stays is unknown: one of each format */
             if (!victims && (i + 1 == end_expired || b->layout != tkvi_block_of(kv, ids[i + 1])->layout))
                 tkvi_demand_again(kv, b, demand);
             continue;
         }
-        if (stretch.n_blocks &&
-            (!is_own || b->layout != stretch.layout || tkvi_tier_at(list, i) != stretch.tier ||
-             !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
+        if (stretch.n_blocks && (!is_own || i == end_expired || b->layout != stretch.layout ||
+                                 tkvi_tier_at(list, i) != stretch.tier ||
+                                 !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
         if (victims && !used) { /* empty blocks are freed first */
             demand->entries--;
@@ -306,7 +310,8 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired,
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (i >= list->sinks && !tkvi_is_offloaded(b) && tkvi_block_end(kv, list, ids, i) <= discarded_to)
+        if (i >= list->sinks && !tkvi_is_offloaded(b) && !tkvi_sink_mask(&kv->pool, ids[i]) &&
+            tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
     if (!TKVI_HAS_EVICT || !kv->tables.cfg.evict.policy || kv->seq[seq].in_step || !list->n) return;

@@ -119,7 +119,9 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[tkvi_first_to_expire(kv, layer, list) + i]);
+        const uint32_t id = ids[tkvi_first_to_expire(kv, layer, list, ids) + i];
+        const tkvi_block *b = tkvi_block_of(kv, id);
+        if (tkvi_outlasts_window(kv, layer, id)) continue;
         demand->entries--;
         if (b->refs == 1 && !tkvi_is_offloaded(b)) demand->slots[kv->tables.layout[b->layout].size_class]--;
     }

@@ -36,15 +36,16 @@ static int tkvi_has_discarded(const tkv_cache *kv, int seq, int layer, int64_t f
     return found;
 }
 
-/* 1 if queries that see the positions from `oldest` on need a discarded block that nothing gives. The last two blocks
+/* 1 if queries that see the indices oldest .. end - 1 need a discarded block that nothing gives. The last two blocks
  * always count, because attention takes its reference key from them. */
-static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest) {
+static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t oldest, int64_t end) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     int start;
     if (!TKVI_HAS_DISCARD || !kv->pool.n_discarded || list->n == 0) return 0;
     if (kv->tables.cfg.recompute.compute) return 0;
     start = tkvi_block_start(kv, tkvi_ids(kv, seq, layer), tkvi_max(0, list->n - 2));
-    return tkvi_has_discarded(kv, seq, layer, oldest < start ? oldest : start, list->len);
+    return tkvi_has_discarded(kv, seq, layer, oldest, end) ||
+           tkvi_has_discarded(kv, seq, layer, start, list->len);
 }
 
 /* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
@@ -62,14 +63,17 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     return to;
 }
 
-/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM. Layers can differ: the block
- * with the lowest start counts. Returns 0 if no layer has such a block. */
+/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM and has no named sinks. Layers can
+ * differ: the block with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = list->sinks; i < list->n && tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));) i++;
+        i = list->sinks;
+        while (i < list->n &&
+               (tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) || tkvi_sink_mask(&kv->pool, ids[i])))
+            i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -78,9 +82,9 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
     return found;
 }
 
-/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Offloaded blocks stay offloaded:
- * they take no slots, and reading them is cheaper than recomputing them. really: 0 only counts. Returns the bytes
- * freed. *last: raised to the end of the last block that is discarded. */
+/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Blocks with named sinks stay.
+ * Offloaded blocks stay offloaded: they take no slots, and reading them is cheaper than recomputing them. really: 0
+ * only counts. Returns the bytes freed. *last: raised to the end of the last block that is discarded. */
 static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
     size_t freed = 0;
     int layer, i;
@@ -91,7 +95,7 @@ static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *l
             tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const uint32_t page = b->page;
             const int slot = b->slot;
-            if (tkvi_is_offloaded(b)) continue;
+            if (tkvi_is_offloaded(b) || tkvi_sink_mask(&kv->pool, ids[i])) continue;
             freed += kv->tables.layout[b->layout].bytes.total;
             *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
             if (!really) continue;

@@ -17,13 +17,6 @@
 #include "reclaim/age.h"
 
 /* >>counts and masks */
-/* Number of bits that are set. */
-static int tkvi_n_bits(uint64_t mask) {
-    int n = 0;
-    for (; mask; mask &= mask - 1) n++;
-    return n;
-}
-
 static uint64_t tkvi_live_mask_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
 }
@@ -48,10 +41,10 @@ static int tkvi_first_block_to_search(const tkv_cache *kv, const tkvi_list *list
                : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
-/* Mask of the pinned tokens of a block, without temporary pins that have ended. */
+/* Mask of the pinned tokens and named sinks of a block, without temporary pins that have ended. */
 static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, uint32_t id) {
     const tkvi_token_meta *token_meta = &kv->pool.token_meta[id];
-    return token_meta->pinned_mask |
+    return tkvi_sink_mask(&kv->pool, id) | token_meta->pinned_mask |
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
@@ -122,6 +115,8 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
     if (tkvi_block_end(kv, list, ids, i + 1) - tkvi_block_start(kv, ids, i) > 65536) return 0;
     if (!tkvi_moved_alike(&kv->pool.entry[ids[i]], &kv->pool.entry[ids[i + 1]])) return 0;
+    if (tkvi_block_start(kv, ids, i) < list->expired && tkvi_block_start(kv, ids, i + 1) >= list->expired)
+        return 0; /* only the first block has named sinks that outlast their window */
     n_free = kv->tables.layout[a->layout].tokens - tkvi_n_bits(tkvi_used_mask(kv, list, ids, i));
     n = tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1));
     if (!kv->pool.token_meta) return n <= n_free && tkvi_is_consecutive(kv, list, ids, i) ? n : 0;
@@ -130,6 +125,15 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     if (fill) return n_free;
     if (!tkvi_is_hot_layout(kv, layer, a->layout) || a->copy_layout || b->copy_layout) return 0;
     return n_free >= TKVI_BLOCK / 4 ? n_free : 0;
+}
+
+/* The bits of `mask` at the places of `slots`, moved to consecutive places from `to` on. */
+static uint64_t tkvi_pack_bits(uint64_t mask, uint64_t slots, int to) {
+    uint64_t packed = 0;
+    int t;
+    for (t = 0; t < TKVI_BLOCK && mask >> t; t++)
+        if (slots >> t & 1) packed |= (mask >> t & 1) << to++;
+    return packed;
 }
 
 /* Mask of the lowest n bits that are set. */
@@ -190,6 +194,12 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
         to->end_slot = 0;
     }
     to->first_slot = 0;
+    if (tkvi_sink_mask(&kv->pool, ids[i]) | tkvi_sink_mask(&kv->pool, ids[i + 1])) {
+        const uint64_t of_a = tkvi_pack_bits(to->sink_mask, used_a, 0);
+        tkvi_set_sink_mask(&kv->pool, ids[i],
+                           of_a | tkvi_pack_bits(from->sink_mask, moved_mask, tkvi_n_bits(used_a)));
+        tkvi_set_sink_mask(&kv->pool, ids[i + 1], from->sink_mask & ~moved_mask);
+    }
     tkvi_forget_meter_copies(kv, seq, layer, to->start);
     tkvi_forget_copy(&kv->pool, to->block);
     kv->counts.merged++;

@@ -43,14 +43,15 @@ static int tkvi_keys_seen(const tkvi_tile_view *v, int r) {
         const tkvi_entry *e = &v->kv->pool.entry[v->ids[i]];
         const int slots = tkvi_block_tokens(v->kv, v->list, v->ids, i);
         int low, high;
+        const uint64_t sinks = tkvi_sinks_beyond(v->kv, v->ids, i, &v->sight);
         tkvi_visible_keys(v, i, r, &low, &high);
-        if (tkvi_has_all_slots(e)) {
+        if (tkvi_has_all_slots(e) && !sinks) {
             n += tkvi_max(0, tkvi_min(high, e->start + slots) - tkvi_max(low, e->start));
             continue;
         }
         for (t = 0; t < slots; t++) {
             const int at = tkvi_slot_index(v->kv, v->ids[i], t);
-            n += at >= low && at < high && (tkvi_live_mask(e, slots) >> t & 1);
+            n += (at >= low || (sinks >> t & 1)) && at < high && (tkvi_live_mask(e, slots) >> t & 1);
         }
     }
     return n;

@@ -272,10 +272,11 @@ static void tkvi_count_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_
             continue;
         }
         out->tokens[tier] += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
+        out->named_sinks += tkvi_n_bits(tkvi_sink_mask(&kv->pool, ids[i]));
         out->blocks[tier]++;
         out->offloaded += tkvi_is_offloaded(tkvi_block_of(kv, ids[i]));
     }
-    out->expired = tkvi_n_expired(kv, layer, list);
+    out->expired = tkvi_n_expired(kv, layer, list, ids);
     out->evicted = list->len - out->expired - tkvi_n_live(kv, seq, layer);
 }
 
@@ -703,7 +704,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
-    i = tkvi_first_to_expire(kv, layer, list);
+    i = tkvi_first_to_expire(kv, layer, list, ids);
     if (i < list->n && tkvi_block_start(kv, ids, i) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
     for (i = 0; i < list->n; i++) {
@@ -738,6 +739,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
                 return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+        if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
+            return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
+        if (tkvi_sink_mask(&kv->pool, ids[i]) &&
+            (tkvi_is_discarded(b) || (!tkvi_is_hot_layout(kv, layer, b->layout) &&
+                                      kv->tables.layout[b->layout].key != (int)p->sink_layout)))
+            return tkvi_report_broken(k, "a named sink is not exact, entry", (int64_t)ids[i]);
+        if (i >= list->sinks && p->keeps_sinks && e->start < list->expired &&
+            tkvi_sink_mask(&kv->pool, ids[i]) != tkvi_live_mask_in(kv, list, ids, i))
+            return tkvi_report_broken(k, "a token has expired beside a named sink, entry", (int64_t)ids[i]);
         if (e->tier != (uint8_t)tier)
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)

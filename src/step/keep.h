@@ -23,6 +23,7 @@ typedef struct tkvi_keep {
 static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_t to, int to_slot) {
     const tkvi_block *a = tkvi_block_of(kv, from), *b = tkvi_block_of(kv, to);
     const tkvi_simd_ops *ops = kv->kernels->simd_ops;
+    const uint64_t bit = (uint64_t)1 << to_slot;
     float row[TKV_MAX_HEAD_DIM];
     int h;
     for (h = 0; h < kv->tables.layout[a->layout].n_kv_heads; h++) {
@@ -35,10 +36,12 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
         tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
         tkvi_put_token(&s->v, ops, row, to_slot, dst + s->v_at);
     }
+    tkvi_set_sink_mask(&kv->pool, to,
+                       (tkvi_sink_mask(&kv->pool, to) & ~bit) |
+                           (tkvi_sink_mask(&kv->pool, from) >> from_slot & 1) << to_slot);
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];
         tkvi_token_meta *n = &kv->pool.token_meta[to];
-        const uint64_t bit = (uint64_t)1 << to_slot;
         n->scores[to_slot] = m->scores[from_slot];
         n->pinned_mask = (n->pinned_mask & ~bit) | (m->pinned_mask >> from_slot & 1) << to_slot;
         n->temporary_mask = (n->temporary_mask & ~bit) | (m->temporary_mask >> from_slot & 1) << to_slot;
@@ -141,6 +144,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
         e->first_slot = (uint8_t)to->slot;
         e->end_slot = 0;
         e->evicted_mask = 0;
+        tkvi_set_sink_mask(&kv->pool, id, 0);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
             tkvi_token_meta *meta = &kv->pool.token_meta[id];
             *meta = kv->pool.token_meta[from];

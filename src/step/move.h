@@ -128,6 +128,7 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
         tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
         tkvi_wipe_slots(kv, seq, layer, i, mask);
         kv->pool.entry[ids[i]].evicted_mask |= mask;
+        tkvi_set_sink_mask(&kv->pool, ids[i], kv->pool.entry[ids[i]].sink_mask & ~mask);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
             kv->pool.token_meta[ids[i]].anchored_mask &= ~mask;
             kv->pool.token_meta[ids[i]].pinned_mask &= ~mask;
@@ -195,6 +196,7 @@ static void tkvi_cut_front(tkv_cache *kv, uint32_t id, int slot, int start) {
     const uint64_t kept = ~(uint64_t)0 << slot;
     e->first_slot = (uint8_t)slot;
     e->evicted_mask &= kept;
+    tkvi_set_sink_mask(&kv->pool, id, e->sink_mask & kept);
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *meta = &kv->pool.token_meta[id];
         int t;
@@ -221,6 +223,7 @@ static void tkvi_split_entry(tkv_cache *kv, int seq, int layer, int i, int slot)
     tkvi_count_split(list, i);
     tkvi_cut_front(kv, new_id, slot, start);
     a->evicted_mask &= before;
+    tkvi_set_sink_mask(&kv->pool, id, a->sink_mask & before);
     a->end_slot = 0;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         kv->pool.token_meta[id].pinned_mask &= before;
@@ -245,6 +248,7 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_entry *a = &kv->pool.entry[id];
     const tkvi_entry *b = &kv->pool.entry[old_id];
     a->evicted_mask |= b->evicted_mask;
+    tkvi_set_sink_mask(&kv->pool, id, a->sink_mask | b->sink_mask);
     a->end_slot = b->end_slot;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *to = &kv->pool.token_meta[id];

@@ -84,10 +84,10 @@ static tkv_remat_block tkvi_describe_positions(const tkv_cache *kv, int seq, int
             recoded_bytes = kv->tables.layout[spec->layout[tkvi_due_tier(kv, seq, layer, i, spec, can_learn)]]
                                 .bytes.total;
             piece.bytes += bytes;
-            piece.quantized_bytes +=
-                tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 && recoded_bytes < bytes
-                    ? recoded_bytes
-                    : bytes;
+            piece.quantized_bytes += tkvi_has_budget(kv) && i >= list->sinks && b->refs == 1 &&
+                                             !tkvi_sink_mask(&kv->pool, ids[i]) && recoded_bytes < bytes
+                                         ? recoded_bytes
+                                         : bytes;
         }
     }
     if (!piece.discarded) piece.layers = 0;

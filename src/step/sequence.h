@@ -38,7 +38,8 @@ static void tkvi_compute_most_new_blocks(const tkv_cache *kv, int seq, int layer
     }
     for (i = list->sinks; i < list->n; i++) {
         tkv_tier tier = tkvi_tier_at(list, i);
-        most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1; /* slots of shared blocks are not given back */
+        /* Slots of shared blocks are not given back, nor those of blocks with named sinks. */
+        most[tier] -= tkvi_block_of(kv, ids[i])->refs == 1 && !tkvi_sink_mask(&kv->pool, ids[i]);
         if (i + 1 < list->n || !tkvi_tail_free_slots(kv, p, list, ids))
             all_full &= tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i) == TKVI_BLOCK;
     }
@@ -239,6 +240,7 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     e->turned = 0;
     e->first_slot = (uint8_t)n_tokens;
     e->evicted_mask = 0;
+    tkvi_set_sink_mask(&kv->pool, id, 0);
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *meta = &kv->pool.token_meta[id];
         meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
@@ -440,7 +442,8 @@ static tkv_status tkvi_check_rows(tkv_cache *kv, const tkv_append_params *p, tkv
  * short blocks behind. tkv_maintain() merges the others: a merge recodes a block once more. */
 static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int needed = (list->len - tkvi_n_expired(kv, layer, list) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int needed =
+        (list->len - tkvi_n_expired(kv, layer, list, tkvi_ids(kv, seq, layer)) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
     if (list->n <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
@@ -769,6 +772,7 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     }
     kept = tkvi_slots_before(e->n_packed ? e->n_packed : e->end_slot ? e->end_slot : tkvi_min(TKVI_BLOCK, n));
     e->evicted_mask &= kept;
+    tkvi_set_sink_mask(&kv->pool, id, e->sink_mask & kept & ~e->evicted_mask);
     if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
     kv->pool.token_meta[id].anchored_mask &= kept;
     kv->pool.token_meta[id].pinned_mask &= kept;

@@ -40,6 +40,7 @@ static void tkvi_take_out_of_packed(tkv_cache *kv, const tkvi_list *list, const 
     tkvi_entry *e = &kv->pool.entry[ids[i]];
     int t;
     e->evicted_mask |= tkvi_slots_between(kv, list, ids, i, gone->from, gone->to);
+    tkvi_set_sink_mask(&kv->pool, ids[i], e->sink_mask & ~e->evicted_mask);
     for (t = 0; t < e->n_packed; t++)
         tkvi_set_slot_index(kv, ids[i], t, tkvi_move_up(gone, tkvi_slot_index(kv, ids[i], t)));
 }
@@ -68,13 +69,17 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         tkvi_end_slots(kv, list, ids, i); /* the next entry may begin later than this one ends */
         if (!e->n_packed) e->end_slot = (uint8_t)tkvi_min(e->end_slot, e->first_slot + gone->from - start);
         else tkvi_truncate_entry(kv, ids[i], gone->from);
-        return 1;
+        if (!e->n_packed)
+            tkvi_set_sink_mask(&kv->pool, ids[i], e->sink_mask & tkvi_slots_before(e->end_slot));
+        /* Of a block that outlasts its window, only named sinks are left. */
+        return i < list->sinks || start >= list->expired || tkvi_sink_mask(&kv->pool, ids[i]);
     }
     kept = tkvi_slots_between(kv, list, ids, i, gone->to, end);
     if (!kept && i + 1 < list->n) return 0;
     while (kept && !(kept >> slot & 1)) slot++;
     if (kept) tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
     else { /* the last entry tells the next position, also without tokens */ e->evicted_mask = ~(uint64_t)0;
+        tkvi_set_sink_mask(&kv->pool, ids[i], 0);
         e->n_packed = 0;
         e->end_slot = (uint8_t)(e->first_slot + 1);
         e->start = gone->to;

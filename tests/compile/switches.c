@@ -303,6 +303,7 @@ static void eviction(void) {
         kv = cache(&cfg);
         CHECK(refused(kv, tkv_evict(kv, &p), no_evict));
         CHECK(refused(kv, tkv_seq_pin(kv, 0, 0, 4, TKV_UNLIMITED), no_evict));
+        CHECK(refused(kv, tkv_seq_set_sinks(kv, 0, 0, 4, 1), no_evict));
         CHECK(refused(kv, tkv_get_importance(kv, 0, 0, 0, TOKENS, x, NULL), no_evict));
         CHECK(refused(kv, tkv_add_scores(kv, 0, 0, 0, TOKENS, x), no_evict));
         CHECK(refused(kv, tkv_find_top_tokens(kv, 0, 0, 4, 1, top, &n), no_evict));
