@@ -27,7 +27,7 @@
  *                                                R7 small contexts
  *    8 Steps and an even frame time              R4 an even frame time
  *    9 Long texts                                R10 keys and values from token numbers
- *                                                R14 sinks inside a text
+ *                                                R15 sinks inside a text
  *   10 Quality                                   R3 loading a calibration
  *   11 Bytes
  *   12 Numerics
@@ -405,6 +405,11 @@
  *   and not kept. A layer can have heads and channels of its own (n_heads, n_kv_heads, head_dim, v_head_dim), as where
  *   sliding and global layers alternate. K, V, queries and outputs of a call then have the shape of its layer, and
  *   tkv_get_layer reports it.
+ *   Latents of MLA: with model.v_in_k 1, or layers[i].v_in_k, V is the first v_head_dim channels of K, and is not
+ *   stored. DeepSeek has n_heads 128, n_kv_heads 1, head_dim 576, v_head_dim 512, rope.dim 64, rope.first 512, and a
+ *   scale of its own. Appends take k alone. A40 and A30 give channels bits for both uses. Up to 128 query rows of a
+ *   latent go through a block together: it is unpacked once for their scores and once for their values. They take
+ *   0.65 MB of work space, or four times that with cfg.host.parallel_for.
  *
  *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
  *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
@@ -719,7 +724,7 @@
  *   bytes in the place of about 6,300. Behind a window they are 32,768 bytes in the place of none. Sinks of one block
  *   share this cost. Forks share the block, too. A full budget may offload it.
  *
- * Recipe R14: sinks inside a text
+ * Recipe R15: sinks inside a text
  *     cfg.model.window = 256;
  *     cfg.model.window_sinks = 1;
  *     if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason)) return 1;

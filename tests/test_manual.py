@@ -223,7 +223,7 @@ class Recipes(unittest.TestCase):
 
 
     def test_r14_sinks_inside_a_text(self):
-        said = re.match(r"^4 named sinks; (\d+) of 4000 tokens have expired\n$", self.run_recipe("R14"))
+        said = re.match(r"^4 named sinks; (\d+) of 4000 tokens have expired\n$", self.run_recipe("R15"))
         self.assertTrue(said)
         self.assertGreater(int(said.group(1)), 4000 - 256 - 200)
 
