@@ -10530,6 +10530,14 @@ static TKVI_NOINLINE void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_que
     q->order = s->order;
 }
 
+/* 1 if one of n positions has a channel of V inside K. */
+static int tkvi_has_viewed(const tkvi_side *s, int position, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (tkvi_channel(s, position + i) < s->dim) return 1;
+    return 0;
+}
+
 /* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
 static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, int *room) {
     TKVI_ASSERT(n <= 0 || each <= most);
@@ -10624,6 +10632,9 @@ typedef struct tkvi_weights_k {
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
+/* Transposes 4 x 4 bytes: codes of four tokens by channel, or the other way. */
+static const int8_t tkvi_four_by_four[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+
 /* Divides the tiles of up to `width` bits into runs. most: the largest sum. Returns their number. */
 static int tkvi_find_runs_k(const tkvi_side *s, int width, int most, tkvi_run_k *run) {
     int room = most, n_runs = 0;
@@ -10964,10 +10975,9 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 /* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
  * x[0 .. 3]. */
 TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
-    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     int k;
     TKVI_UNROLL
-    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(tkvi_four_by_four));
     tkvi_vb_transpose4(x);
 }
 
@@ -13777,8 +13787,7 @@ TKVI_KERNEL void TKVI_N(prefill_fold_viewed)(const float *p, int lanes, int n, f
 
 /* Unpacks n tiles of K, at most 4, as a slab of V: [quad of tokens][16 positions][4 tokens]. */
 TKVI_KERNEL void TKVI_N(prefill_unpack_viewed)(const uint8_t *tile, int width, int n, int32_t *x) {
-    static const int8_t by_channel[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const tkvi_vb table = tkvi_vb_table(by_channel);
+    const tkvi_vb table = tkvi_vb_table(tkvi_four_by_four);
     int i, j;
     for (i = 0; i < n; i++, tile += TKVI_TILE_BYTES(width), x += 4) {
         TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
@@ -13835,14 +13844,6 @@ TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, con
     }
 }
 
-/* 1 if one of n positions has a channel of V. */
-static int TKVI_N(has_viewed)(const tkvi_side *s, int position, int n) {
-    int i;
-    for (i = 0; i < n; i++)
-        if (tkvi_channel(s, position + i) < s->dim) return 1;
-    return 0;
-}
-
 /* w: work space, 3 * 16 * lanes * n_groups; weights: [2 * n_groups]. */
 TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s, const uint8_t *tile,
                                                              const float *p, int lanes, int n_groups, int n,
@@ -13882,7 +13883,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s,
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i += 4) {
             const int tiles = tkvi_min(4, s->tiles.n[width] - i);
-            if (TKVI_N(has_viewed)(s, position, 4 * tiles)) {
+            if (tkvi_has_viewed(s, position, 4 * tiles)) {
                 TKVI_N(prefill_unpack_viewed)(tile, width, tiles, x[0]);
                 for (limbs = 0; limbs < 2; limbs++) {
                     int is_split = 0;
@@ -14432,10 +14433,9 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 /* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
  * x[0 .. 3]. */
 TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
-    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     int k;
     TKVI_UNROLL
-    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(tkvi_four_by_four));
     tkvi_vb_transpose4(x);
 }
 
@@ -16950,8 +16950,7 @@ TKVI_KERNEL void TKVI_N(prefill_fold_viewed)(const float *p, int lanes, int n, f
 
 /* Unpacks n tiles of K, at most 4, as a slab of V: [quad of tokens][16 positions][4 tokens]. */
 TKVI_KERNEL void TKVI_N(prefill_unpack_viewed)(const uint8_t *tile, int width, int n, int32_t *x) {
-    static const int8_t by_channel[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const tkvi_vb table = tkvi_vb_table(by_channel);
+    const tkvi_vb table = tkvi_vb_table(tkvi_four_by_four);
     int i, j;
     for (i = 0; i < n; i++, tile += TKVI_TILE_BYTES(width), x += 4) {
         TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
@@ -17008,14 +17007,6 @@ TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, con
     }
 }
 
-/* 1 if one of n positions has a channel of V. */
-static int TKVI_N(has_viewed)(const tkvi_side *s, int position, int n) {
-    int i;
-    for (i = 0; i < n; i++)
-        if (tkvi_channel(s, position + i) < s->dim) return 1;
-    return 0;
-}
-
 /* w: work space, 3 * 16 * lanes * n_groups; weights: [2 * n_groups]. */
 TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s, const uint8_t *tile,
                                                              const float *p, int lanes, int n_groups, int n,
@@ -17055,7 +17046,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s,
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i += 4) {
             const int tiles = tkvi_min(4, s->tiles.n[width] - i);
-            if (TKVI_N(has_viewed)(s, position, 4 * tiles)) {
+            if (tkvi_has_viewed(s, position, 4 * tiles)) {
                 TKVI_N(prefill_unpack_viewed)(tile, width, tiles, x[0]);
                 for (limbs = 0; limbs < 2; limbs++) {
                     int is_split = 0;
@@ -17714,10 +17705,9 @@ TKVI_KERNEL void TKVI_N(turn_rows)(const tkvi_turned_rows *t) {
 /* x[k]: in each part four codes with r = 0 .. 3 each (core/tile.h), mixed. Sorts them by r: x[r] gets those of
  * x[0 .. 3]. */
 TKVI_OP void TKVI_N(sort_codes)(tkvi_vb *x) {
-    static const int8_t by_r[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     int k;
     TKVI_UNROLL
-    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(by_r));
+    for (k = 0; k < 4; k++) x[k] = tkvi_vb_look_up(x[k], tkvi_vb_table(tkvi_four_by_four));
     tkvi_vb_transpose4(x);
 }
 
@@ -20454,8 +20444,7 @@ TKVI_KERNEL void TKVI_N(prefill_fold_viewed)(const float *p, int lanes, int n, f
 
 /* Unpacks n tiles of K, at most 4, as a slab of V: [quad of tokens][16 positions][4 tokens]. */
 TKVI_KERNEL void TKVI_N(prefill_unpack_viewed)(const uint8_t *tile, int width, int n, int32_t *x) {
-    static const int8_t by_channel[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-    const tkvi_vb table = tkvi_vb_table(by_channel);
+    const tkvi_vb table = tkvi_vb_table(tkvi_four_by_four);
     int i, j;
     for (i = 0; i < n; i++, tile += TKVI_TILE_BYTES(width), x += 4) {
         TKVI_ALIGNED uint8_t code[TKVI_TILE_CODES];
@@ -20512,14 +20501,6 @@ TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, con
     }
 }
 
-/* 1 if one of n positions has a channel of V. */
-static int TKVI_N(has_viewed)(const tkvi_side *s, int position, int n) {
-    int i;
-    for (i = 0; i < n; i++)
-        if (tkvi_channel(s, position + i) < s->dim) return 1;
-    return 0;
-}
-
 /* w: work space, 3 * 16 * lanes * n_groups; weights: [2 * n_groups]. */
 TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s, const uint8_t *tile,
                                                              const float *p, int lanes, int n_groups, int n,
@@ -20559,7 +20540,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_viewed_groups)(const tkvi_side *s,
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i += 4) {
             const int tiles = tkvi_min(4, s->tiles.n[width] - i);
-            if (TKVI_N(has_viewed)(s, position, 4 * tiles)) {
+            if (tkvi_has_viewed(s, position, 4 * tiles)) {
                 TKVI_N(prefill_unpack_viewed)(tile, width, tiles, x[0]);
                 for (limbs = 0; limbs < 2; limbs++) {
                     int is_split = 0;
@@ -23076,15 +23057,21 @@ static int tkvi_find_key(tkvi_derived_config *h, const tkvi_geometry *g, tkv_for
     return h->n_keys++;
 }
 
+/* Places V in a record: behind K, or inside K. */
+static void tkvi_place_v(tkvi_record *r, int v_in_k, int v_head_dim) {
+    if (v_in_k) tkvi_view_k_as_v(&r->v, &r->k, v_head_dim);
+    r->v_at = v_in_k ? 0 : r->k.bytes;
+}
+
 /* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
     tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
-    if (key.v_in_k) tkvi_view_k_as_v(&r->v, &r->k, key.v_head_dim);
-    else tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
+    if (!key.v_in_k)
+        tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
-    r->v_at = key.v_in_k ? 0 : r->k.bytes;
+    tkvi_place_v(r, key.v_in_k, key.v_head_dim);
 }
 
 static int tkvi_pair_allocates(tkv_format_pair p) {
@@ -23713,9 +23700,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     }
     for (head = 0; head < n; head++) {
         tkvi_record *r = &c->record[head];
-        if (g->v_in_k) tkvi_view_k_as_v(&r->v, &r->k, g->v_head_dim);
         r->at = at;
-        r->v_at = g->v_in_k ? 0 : r->k.bytes;
+        tkvi_place_v(r, g->v_in_k, g->v_head_dim);
         at += r->k.bytes + r->v.bytes;
     }
 }
@@ -27731,14 +27717,15 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     int t, c, stride;
     float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
-    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+    if (!tkvi_is_view(&r->v))
+        tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
     if (!g->tokens) {
         memcpy(g->low, k, (size_t)stride * sizeof *k);
         memcpy(g->high, k, (size_t)stride * sizeof *k);
     }
     for (c = 0; c < stride; c += 16) tkvi_gather_extremes(k + c, n, stride, g->low + c, g->high + c);
     for (t = 0; t < n; t++) {
-        const float squares = tkvi_sum_of_squares(v + t * dv, dv);
+        const float squares = tkvi_sum_of_squares(tkvi_is_view(&r->v) ? k + t * stride : v + t * dv, dv);
         g->v_most = squares > g->v_most ? squares : g->v_most;
         g->v_sum = tkvi_f32(g->v_sum + squares);
     }
@@ -29494,14 +29481,15 @@ typedef struct tkvi_prepared {
 } tkvi_prepared;
 
 /* Decodes K or V of the slots in live_mask into consecutive rows of `out`. stride: floats per row. Returns the
- * number of rows. */
+ * number of rows. The rows of a view are those of its K, and are not decoded again. */
 static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_ops, const uint8_t *bytes,
                               uint64_t live_mask, float *out, size_t stride) {
     int slot = 0, n_rows = 0;
     while (slot < TKVI_BLOCK && live_mask >> slot) {
         int run = 0;
         while (slot + run < TKVI_BLOCK && live_mask >> (slot + run) & 1) run++;
-        if (run) tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
+        if (run && !tkvi_is_view(side))
+            tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
         n_rows += run;
         slot += tkvi_max(run, 1);
     }
@@ -29529,9 +29517,8 @@ static void tkvi_recode_head(const tkvi_recoding *r, int head, float *k, const u
     const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
     const size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
     const int n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
-    if (!tkvi_is_view(&from->v))
-        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
-                                 k + g->k_pad * TKVI_BLOCK, dv);
+    (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
+                             k + g->k_pad * TKVI_BLOCK, dv);
     tkvi_encode_record(r->kv, r->layer, head, to, r->start, k, n_tokens, dst + to->at);
 }
 
@@ -32785,11 +32772,14 @@ typedef struct tkvi_work {
     tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
 
-static int tkvi_count_work_tiles(const tkvi_call *c) {
+/* Tasks of up to `most` work tiles of one KV head each. */
+static int tkvi_count_tasks(const tkvi_call *c, int most) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += (tkvi_tiles_of(c, c->rows[i].n) + most - 1) / most * c->n_kv_heads;
     return n;
 }
+
+static int tkvi_count_work_tiles(const tkvi_call *c) { return tkvi_count_tasks(c, 1); }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
@@ -33239,34 +33229,44 @@ static TKVI_NOINLINE void tkvi_run_prefill_tile(const tkvi_work *w, int number) 
     tkvi_prefill_second_pass(w, &u, lse);
 }
 
-/* Takes memory for groups of rows. Returns NULL if other tasks have all of it, or without atomics. */
-static tkvi_prefill_area *tkvi_take_area(tkv_cache *kv) {
+/* Takes what a flag guards. Returns 0 if another call or task has it, or without atomics. */
+static int tkvi_take_flag(int *taken) {
 #if defined(__GNUC__) || defined(__clang__)
-    int i;
-    for (i = 0; i < kv->work.n_areas; i++)
-        if (!__atomic_exchange_n(&kv->work.area_taken[i], 1, __ATOMIC_ACQUIRE)) return &kv->work.area[i];
+    return __atomic_exchange_n(taken, 1, __ATOMIC_ACQUIRE) == 0;
+#else
+    (void)taken;
+    return 0;
 #endif
-    (void)kv;
-    return NULL;
 }
 
-static void tkvi_release_area(tkv_cache *kv, const tkvi_prefill_area *area) {
+static void tkvi_release_flag(int *taken) {
 #if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->work.area_taken[area - kv->work.area], 0, __ATOMIC_RELEASE);
+    __atomic_store_n(taken, 0, __ATOMIC_RELEASE);
+#else
+    (void)taken;
 #endif
-    (void)kv, (void)area;
+}
+
+/* Takes memory for groups of rows. Returns its number, or -1 if there is none. */
+static int tkvi_take_area(tkv_cache *kv) {
+    int i;
+    for (i = 0; i < kv->work.n_areas; i++)
+        if (tkvi_take_flag(&kv->work.area_taken[i])) return i;
+    return -1;
 }
 
 /* Work tiles number, number + 1, ... number + n - 1, of one KV head, together. Returns 0 if there is no memory for
  * them, or tokens have moved: a task has plain rows for one tile. */
 static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int number, int n) {
     tkv_cache *kv = w->call->kv;
-    tkvi_prefill_area *area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : NULL;
+    const int number_of_area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : -1;
+    tkvi_prefill_area *area;
     tkvi_work_tile tile[TKVI_PREFILL_GROUPS];
     tkvi_prefill_groups all;
     float lse[TKVI_PREFILL];
     int i;
-    if (!area) return 0;
+    if (number_of_area < 0) return 0;
+    area = &kv->work.area[number_of_area];
     all.n = n;
     all.lanes = 16;
     all.tile = tile;
@@ -33282,7 +33282,7 @@ static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int numbe
         tkvi_prefill_end(&tile[i], all.sums[i], lse);
         tkvi_prefill_second_pass(w, &tile[i], lse);
     }
-    tkvi_release_area(kv, area);
+    tkvi_release_flag(&kv->work.area_taken[number_of_area]);
     return 1;
 }
 
@@ -33299,12 +33299,6 @@ static int tkvi_find_tiles(const tkvi_call *c, int most, int index, int *first) 
         index -= tasks * c->n_kv_heads;
         *first += tiles * c->n_kv_heads;
     }
-}
-
-static int tkvi_count_prefill_tasks(const tkvi_call *c, int most) {
-    int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += (tkvi_tiles_of(c, c->rows[i].n) + most - 1) / most * c->n_kv_heads;
-    return n;
 }
 
 /* Task: work tiles with prefill kernels. */
@@ -33342,25 +33336,6 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
         }
     }
     return TKVI_HAS_PREFILL ? kv->kernels->prefill : NULL;
-}
-
-/* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
- * atomics. */
-static int tkvi_take_split_sums(tkv_cache *kv) {
-    if (!kv->work.split_sums) return 0;
-#if defined(__GNUC__) || defined(__clang__)
-    return __atomic_exchange_n(&kv->work.split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
-#else
-    return 0;
-#endif
-}
-
-static void tkvi_release_split_sums(tkv_cache *kv) {
-#if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->work.split_sums_taken, 0, __ATOMIC_RELEASE);
-#else
-    (void)kv;
-#endif
 }
 
 /* Runs w->task with a fetch buffer of its own. */
@@ -33463,7 +33438,7 @@ static int tkvi_first_pass(tkvi_call *c, tkvi_work *w, int n_threads, tkv_task *
     if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
     *task = tkvi_run_prefill;
     w->n_together = tkvi_n_together(c, n_threads);
-    return tkvi_count_prefill_tasks(c, w->n_together);
+    return tkvi_count_tasks(c, w->n_together);
 }
 
 /* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
@@ -33491,12 +33466,13 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     c.failed = &failed;
     tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
-    if (w.few && in_parallel && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
+    if (w.few && kv->work.split_sums && in_parallel && tkvi_take_flag(&kv->work.split_sums_taken))
+        w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
     n = tkvi_first_pass(&c, &w, in_parallel ? TKVI_MAX_TILE_SPLITS : 1, &task);
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
-    if (w.parts) tkvi_release_split_sums(kv);
+    if (w.parts) tkvi_release_flag(&kv->work.split_sums_taken);
     return st;
 }
 

@@ -243,6 +243,34 @@ static inline double flops_of(const tkv_remat *r, int n) {
     return (double)n * c->n_layers * (2.0 * c->layer_params + 4.0 * c->n_heads * c->head_dim * (n / 2.0));
 }
 
+/* |a - b| / |b|, L2; |a - b| where b is 0. */
+static inline double relative_difference(const float *a, const float *b, int n) {
+    double err_sq = 0.0, sum_sq = 0.0;
+    int i;
+    for (i = 0; i < n; i++) {
+        err_sq += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        sum_sq += (double)b[i] * (double)b[i];
+    }
+    return sum_sq > 0.0 ? sqrt(err_sq / sum_sq) : sqrt(err_sq);
+}
+
+static inline int is_zero(const uint8_t *x, int n) {
+    int i, any = 0;
+    for (i = 0; i < n; i++) any |= x[i];
+    return !any;
+}
+
+/* The numbers 0 .. n - 1 in a random order. */
+static inline void fill_random_order(tkv_rng *rng, int *order, int n) {
+    int i;
+    for (i = 0; i < n; i++) order[i] = i;
+    for (i = n - 1; i > 0; i--) {
+        const int j = tkv_rng_below(rng, i + 1), was = order[i];
+        order[i] = order[j];
+        order[j] = was;
+    }
+}
+
 /* A number from the environment, such as the first seed of a random test. */
 static inline int int_from_env(const char *name, int value_if_unset) {
     const char *text = getenv(name);

@@ -66,12 +66,6 @@ static const char *choose_plan(tkv_config *cfg, int plan) {
     }
 }
 
-static int is_zero(const uint8_t *x, int n) {
-    int i, any = 0;
-    for (i = 0; i < n; i++) any |= x[i];
-    return !any;
-}
-
 /* Runs all parts in a random order, in a workspace of any alignment. Returns the status of the last one. */
 static tkv_status run_parts(tkv_cache *kv, const tkv_append_params *p, int n_parts) {
     uint8_t *space = (uint8_t *)workspace + tkv_rng_below(&rng, 64);
@@ -82,12 +76,7 @@ static tkv_status run_parts(tkv_cache *kv, const tkv_append_params *p, int n_par
     CHECK_LE(bytes, (size_t)SPACE);
     memset(space, 0xa5, SPACE);
     memset(space, 0, 128);
-    for (i = 0; i < n_parts; i++) order[i] = i;
-    for (i = n_parts - 1; i > 0; i--) {
-        const int j = tkv_rng_below(&rng, i + 1), was = order[i];
-        order[i] = order[j];
-        order[j] = was;
-    }
+    fill_random_order(&rng, order, n_parts);
     for (i = 0; i < n_parts; i++) {
         const tkv_status one = tkv_append_part(kv, p, order[i], n_parts, space, bytes);
         if (i + 1 < n_parts) CHECK_EQ(one, TKV_OK); /* the last part has the status of the append */

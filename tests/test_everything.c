@@ -494,6 +494,17 @@ static tkv_status append_somehow(const tkv_append_params *p) {
     return st;
 }
 
+static tkv_append_params append_params_of(int seq, int layer, int n) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.k = k_in;
+    p.v = v_in;
+    return p;
+}
+
 static tkv_status call_append(int seq, int layer) {
     model_sequence *s = &model[seq][layer];
     tkv_append_params p;
@@ -506,12 +517,7 @@ static tkv_status call_append(int seq, int layer) {
     allow_reclaim(seq);
     if (cfg.evict.keep_tokens && !in_step[seq]) call.may_evict[seq] = 1;
     sprintf(call.text, "append %d tokens to sequence %d, layer %d", n, seq, layer);
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.layer = layer;
-    p.n = n;
-    p.k = k_in;
-    p.v = v_in;
+    p = append_params_of(seq, layer, n);
     st = append_somehow(&p);
     if (!st) append_to_model(seq, layer, 0, n, NULL);
     else
@@ -537,12 +543,7 @@ static tkv_status call_append_at(int seq, int layer) {
     for (i = 0; i < n; i++, at += rand_below(5) ? 1 : rand_below(20)) positions[i] = at;
     sprintf(call.text, "append %d tokens to sequence %d, layer %d, at %d to %d", n, seq, layer, positions[0],
             at);
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.layer = layer;
-    p.n = n;
-    p.k = k_in;
-    p.v = v_in;
+    p = append_params_of(seq, layer, n);
     p.token_positions = positions;
     st = append_somehow(&p);
     reserved[seq] = 0;

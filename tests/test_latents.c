@@ -68,17 +68,6 @@ static tkv_cache *make_coded_cache(const shape *s, const tkv_config *cfg) {
     return kv;
 }
 
-/* |a - b| / |b|, L2 */
-static double difference(const float *a, const float *b, int n) {
-    double err_sq = 0.0, sum_sq = 0.0;
-    int i;
-    for (i = 0; i < n; i++) {
-        err_sq += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
-        sum_sq += (double)b[i] * (double)b[i];
-    }
-    return sum_sq > 0.0 ? sqrt(err_sq / sum_sq) : sqrt(err_sq);
-}
-
 /* Attention of a head of the newest row over keys [TOKENS][kv_heads][dim], in double. */
 static double exact_difference(const shape *s, const float *keys, double scale, int h, const float *q,
                                const float *out) {
@@ -117,7 +106,7 @@ static void check_attention(tkv_cache *kv, const shape *s, int rows, const char 
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     p.out = out_b;
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-    arithmetic = difference(out_a, out_b, rows * s->heads * s->v_dim);
+    arithmetic = relative_difference(out_a, out_b, rows * s->heads * s->v_dim);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, TOKENS, k_out, v_out), TKV_OK);
     for (h = 0; h < s->heads; h += 1 + s->heads / 9) {
         const int at = (rows - 1) * s->heads + h;
@@ -349,8 +338,8 @@ TEST(moves_turn_the_last_channels) {
         tkv_rng_fill(&rng, q_in, (size_t)(t * s->heads * s->dim), 0.3);
         CHECK_EQ(tkv_attend(kv, 0, 0, q_in, t, out_a), TKV_OK);
         CHECK_EQ(tkv_attend(moved, 0, 0, q_in, t, out_b), TKV_OK);
-        CHECK_MSG(difference(out_a, out_b, t * s->heads * s->v_dim) < 1e-4, "%d rows: %.3g", t,
-                  difference(out_a, out_b, t * s->heads * s->v_dim));
+        CHECK_MSG(relative_difference(out_a, out_b, t * s->heads * s->v_dim) < 1e-4, "%d rows: %.3g", t,
+                  relative_difference(out_a, out_b, t * s->heads * s->v_dim));
     }
     tkv_destroy(moved);
     tkv_destroy(kv);

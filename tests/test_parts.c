@@ -66,24 +66,13 @@ static tkv_status run_parts(tkv_cache *kv, const tkv_attend_params *p, int n_par
                             size_t bytes) {
     int order[MAX_PARTS], i;
     tkv_status st = TKV_OK;
-    for (i = 0; i < n_parts; i++) order[i] = i;
-    for (i = n_parts - 1; i > 0; i--) {
-        const int j = tkv_rng_below(&rng, i + 1), was = order[i];
-        order[i] = order[j];
-        order[j] = was;
-    }
+    fill_random_order(&rng, order, n_parts);
     for (i = 0; i < n_parts; i++) {
         const tkv_status one = tkv_attend_part(kv, p, order[i], n_parts, space, bytes);
         if (i + 1 < n_parts) CHECK_EQ(one, TKV_OK); /* the last part has the status of the call */
         else st = one;
     }
     return st;
-}
-
-static int is_zero(const uint8_t *x, int n) {
-    int i, any = 0;
-    for (i = 0; i < n; i++) any |= x[i];
-    return !any;
 }
 
 /* Compares a call in parts with the call as a whole. */

@@ -81,17 +81,6 @@ static void fill_tokens(const model_shapes *m) {
     }
 }
 
-/* |a - b| / |b|, L2 */
-static double difference(const float *a, const float *b, int n) {
-    double err_sq = 0.0, sum_sq = 0.0;
-    int i;
-    for (i = 0; i < n; i++) {
-        err_sq += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
-        sum_sq += (double)b[i] * (double)b[i];
-    }
-    return sum_sq > 0.0 ? sqrt(err_sq / sum_sq) : sqrt(err_sq);
-}
-
 /* Attention of query head h of the newest row over the tokens as appended, in double. Returns its distance from
  * `out`, relative. */
 static double exact_difference(const shape *s, int layer, int n, int h, const float *q, const float *out) {
@@ -132,7 +121,7 @@ static void check_attention(tkv_cache *kv, const model_shapes *m, int layer, int
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     p.out = out_b;
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-    arithmetic = difference(out_a, out_b, rows * s->heads * s->v_dim);
+    arithmetic = relative_difference(out_a, out_b, rows * s->heads * s->v_dim);
     for (h = 0; h < s->heads; h++) {
         const float *newest = out_b + ((rows - 1) * s->heads + h) * s->v_dim;
         e = exact_difference(s, layer, TOKENS, h, q_in + ((rows - 1) * s->heads + h) * s->dim, newest);
@@ -372,7 +361,7 @@ TEST(a_sharing_layer_has_query_heads_of_its_own) {
     CHECK_EQ(tkv_attend(kv, 0, 1, q_in, 1, out_a), TKV_OK);
     for (h = 0; h < 4; h++) memmove(q_in + h * 48, q_in + 3 * h * 48, 48 * sizeof *q_in);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_OK);
-    for (h = 0; h < 12; h++) CHECK(difference(out_a + h * 48, out_b + h / 3 * 48, 48) < 1e-6);
+    for (h = 0; h < 12; h++) CHECK(relative_difference(out_a + h * 48, out_b + h / 3 * 48, 48) < 1e-6);
     tkv_destroy(kv);
 }
 
@@ -406,7 +395,8 @@ TEST(moves_and_scales_by_layer) {
         tkv_rng_fill(&rng, q_in, (size_t)(ROWS * s->heads * s->dim), 1.0);
         CHECK_EQ(tkv_attend(kv, 0, layer, q_in, ROWS, out_a), TKV_OK);
         CHECK_EQ(tkv_attend(moved, 0, layer, q_in, ROWS, out_b), TKV_OK);
-        CHECK_MSG(difference(out_a, out_b, n) < 1e-4, "layer %d: %.3g", layer, difference(out_a, out_b, n));
+        CHECK_MSG(relative_difference(out_a, out_b, n) < 1e-4, "layer %d: %.3g", layer,
+                  relative_difference(out_a, out_b, n));
     }
     tkv_destroy(kv);
     tkv_destroy(moved);

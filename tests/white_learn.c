@@ -121,17 +121,6 @@ static void check_cache_at(const tkv_cache *kv, const char *what) {
 
 static int has_table(const tkv_cache *kv, int layer) { return kv->tables.current_version[layer] >= 0; }
 
-/* Relative root mean square difference. */
-static double relative_difference(const float *x, const float *want, int n) {
-    double d = 0.0, s = 0.0;
-    int i;
-    for (i = 0; i < n; i++) {
-        d += ((double)x[i] - (double)want[i]) * ((double)x[i] - (double)want[i]);
-        s += (double)want[i] * (double)want[i];
-    }
-    return s > 0.0 ? sqrt(d / s) : sqrt(d);
-}
-
 static double norm_of(const float *x, int n) {
     double s = 0.0;
     int i;

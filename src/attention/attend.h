@@ -1157,11 +1157,14 @@ typedef struct tkvi_work {
     tkv_task inner;        /* the task inside tkvi_run_turning */
 } tkvi_work;
 
-static int tkvi_count_work_tiles(const tkvi_call *c) {
+/* Tasks of up to `most` work tiles of one KV head each. */
+static int tkvi_count_tasks(const tkvi_call *c, int most) {
     int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += tkvi_tiles_of(c, c->rows[i].n) * c->n_kv_heads;
+    for (i = 0; i < c->n_rows; i++) n += (tkvi_tiles_of(c, c->rows[i].n) + most - 1) / most * c->n_kv_heads;
     return n;
 }
+
+static int tkvi_count_work_tiles(const tkvi_call *c) { return tkvi_count_tasks(c, 1); }
 
 /* Fills in the work tile with this number. */
 static void tkvi_find_work_tile(const tkvi_call *c, int number, tkvi_work_tile *u) {
@@ -1611,34 +1614,44 @@ static TKVI_NOINLINE void tkvi_run_prefill_tile(const tkvi_work *w, int number) 
     tkvi_prefill_second_pass(w, &u, lse);
 }
 
-/* Takes memory for groups of rows. Returns NULL if other tasks have all of it, or without atomics. */
-static tkvi_prefill_area *tkvi_take_area(tkv_cache *kv) {
+/* Takes what a flag guards. Returns 0 if another call or task has it, or without atomics. */
+static int tkvi_take_flag(int *taken) {
 #if defined(__GNUC__) || defined(__clang__)
-    int i;
-    for (i = 0; i < kv->work.n_areas; i++)
-        if (!__atomic_exchange_n(&kv->work.area_taken[i], 1, __ATOMIC_ACQUIRE)) return &kv->work.area[i];
+    return __atomic_exchange_n(taken, 1, __ATOMIC_ACQUIRE) == 0;
+#else
+    (void)taken;
+    return 0;
 #endif
-    (void)kv;
-    return NULL;
 }
 
-static void tkvi_release_area(tkv_cache *kv, const tkvi_prefill_area *area) {
+static void tkvi_release_flag(int *taken) {
 #if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->work.area_taken[area - kv->work.area], 0, __ATOMIC_RELEASE);
+    __atomic_store_n(taken, 0, __ATOMIC_RELEASE);
+#else
+    (void)taken;
 #endif
-    (void)kv, (void)area;
+}
+
+/* Takes memory for groups of rows. Returns its number, or -1 if there is none. */
+static int tkvi_take_area(tkv_cache *kv) {
+    int i;
+    for (i = 0; i < kv->work.n_areas; i++)
+        if (tkvi_take_flag(&kv->work.area_taken[i])) return i;
+    return -1;
 }
 
 /* Work tiles number, number + 1, ... number + n - 1, of one KV head, together. Returns 0 if there is no memory for
  * them, or tokens have moved: a task has plain rows for one tile. */
 static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int number, int n) {
     tkv_cache *kv = w->call->kv;
-    tkvi_prefill_area *area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : NULL;
+    const int number_of_area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : -1;
+    tkvi_prefill_area *area;
     tkvi_work_tile tile[TKVI_PREFILL_GROUPS];
     tkvi_prefill_groups all;
     float lse[TKVI_PREFILL];
     int i;
-    if (!area) return 0;
+    if (number_of_area < 0) return 0;
+    area = &kv->work.area[number_of_area];
     all.n = n;
     all.lanes = 16;
     all.tile = tile;
@@ -1654,7 +1667,7 @@ static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int numbe
         tkvi_prefill_end(&tile[i], all.sums[i], lse);
         tkvi_prefill_second_pass(w, &tile[i], lse);
     }
-    tkvi_release_area(kv, area);
+    tkvi_release_flag(&kv->work.area_taken[number_of_area]);
     return 1;
 }
 
@@ -1671,12 +1684,6 @@ static int tkvi_find_tiles(const tkvi_call *c, int most, int index, int *first) 
         index -= tasks * c->n_kv_heads;
         *first += tiles * c->n_kv_heads;
     }
-}
-
-static int tkvi_count_prefill_tasks(const tkvi_call *c, int most) {
-    int i, n = 0;
-    for (i = 0; i < c->n_rows; i++) n += (tkvi_tiles_of(c, c->rows[i].n) + most - 1) / most * c->n_kv_heads;
-    return n;
 }
 
 /* Task: work tiles with prefill kernels. */
@@ -1714,25 +1721,6 @@ static const tkvi_prefill *tkvi_prefill_for(const tkvi_call *c) {
         }
     }
     return TKVI_HAS_PREFILL ? kv->kernels->prefill : NULL;
-}
-
-/* Takes kv->parts for this call. Returns 0, for work tiles without splits, if another call has it or without
- * atomics. */
-static int tkvi_take_split_sums(tkv_cache *kv) {
-    if (!kv->work.split_sums) return 0;
-#if defined(__GNUC__) || defined(__clang__)
-    return __atomic_exchange_n(&kv->work.split_sums_taken, 1, __ATOMIC_ACQUIRE) == 0;
-#else
-    return 0;
-#endif
-}
-
-static void tkvi_release_split_sums(tkv_cache *kv) {
-#if defined(__GNUC__) || defined(__clang__)
-    __atomic_store_n(&kv->work.split_sums_taken, 0, __ATOMIC_RELEASE);
-#else
-    (void)kv;
-#endif
 }
 
 /* Runs w->task with a fetch buffer of its own. */
@@ -1835,7 +1823,7 @@ static int tkvi_first_pass(tkvi_call *c, tkvi_work *w, int n_threads, tkv_task *
     if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
     *task = tkvi_run_prefill;
     w->n_together = tkvi_n_together(c, n_threads);
-    return tkvi_count_prefill_tasks(c, w->n_together);
+    return tkvi_count_tasks(c, w->n_together);
 }
 
 /* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
@@ -1863,12 +1851,13 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     c.failed = &failed;
     tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
-    if (w.few && in_parallel && tkvi_take_split_sums(kv)) w.parts = kv->work.split_sums;
+    if (w.few && kv->work.split_sums && in_parallel && tkvi_take_flag(&kv->work.split_sums_taken))
+        w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
     n = tkvi_first_pass(&c, &w, in_parallel ? TKVI_MAX_TILE_SPLITS : 1, &task);
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
-    if (w.parts) tkvi_release_split_sums(kv);
+    if (w.parts) tkvi_release_flag(&kv->work.split_sums_taken);
     return st;
 }
 

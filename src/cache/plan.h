@@ -627,15 +627,21 @@ static int tkvi_find_key(tkvi_derived_config *h, const tkvi_geometry *g, tkv_for
     return h->n_keys++;
 }
 
+/* Places V in a record: behind K, or inside K. */
+static void tkvi_place_v(tkvi_record *r, int v_in_k, int v_head_dim) {
+    if (v_in_k) tkvi_view_k_as_v(&r->v, &r->k, v_head_dim);
+    r->v_at = v_in_k ? 0 : r->k.bytes;
+}
+
 /* Layout of one KV head. k, v: its shares from the layer's table, or NULL for equal shares. */
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
     tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
-    if (key.v_in_k) tkvi_view_k_as_v(&r->v, &r->k, key.v_head_dim);
-    else tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
+    if (!key.v_in_k)
+        tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
     r->at = 0;
-    r->v_at = key.v_in_k ? 0 : r->k.bytes;
+    tkvi_place_v(r, key.v_in_k, key.v_head_dim);
 }
 
 static int tkvi_pair_allocates(tkv_format_pair p) {
@@ -1264,9 +1270,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     }
     for (head = 0; head < n; head++) {
         tkvi_record *r = &c->record[head];
-        if (g->v_in_k) tkvi_view_k_as_v(&r->v, &r->k, g->v_head_dim);
         r->at = at;
-        r->v_at = g->v_in_k ? 0 : r->k.bytes;
+        tkvi_place_v(r, g->v_in_k, g->v_head_dim);
         at += r->k.bytes + r->v.bytes;
     }
 }

@@ -164,6 +164,14 @@ static TKVI_NOINLINE void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_que
     q->order = s->order;
 }
 
+/* 1 if one of n positions has a channel of V inside K. */
+static int tkvi_has_viewed(const tkvi_side *s, int position, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (tkvi_channel(s, position + i) < s->dim) return 1;
+    return 0;
+}
+
 /* Adds n quads to a list of runs. each: the most that a quad adds to a sum; room: what fits into the last run. */
 static uint8_t *tkvi_prefill_add_run(uint8_t *run, int n, int each, int most, int *room) {
     TKVI_ASSERT(n <= 0 || each <= most);

@@ -75,6 +75,9 @@ typedef struct tkvi_weights_k {
 } tkvi_weights_k;
 
 #ifdef TKVI_VECTORS
+/* Transposes 4 x 4 bytes: codes of four tokens by channel, or the other way. */
+static const int8_t tkvi_four_by_four[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+
 /* Divides the tiles of up to `width` bits into runs. most: the largest sum. Returns their number. */
 static int tkvi_find_runs_k(const tkvi_side *s, int width, int most, tkvi_run_k *run) {
     int room = most, n_runs = 0;

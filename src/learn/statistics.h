@@ -94,14 +94,15 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     int t, c, stride;
     float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
-    tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+    if (!tkvi_is_view(&r->v))
+        tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
     if (!g->tokens) {
         memcpy(g->low, k, (size_t)stride * sizeof *k);
         memcpy(g->high, k, (size_t)stride * sizeof *k);
     }
     for (c = 0; c < stride; c += 16) tkvi_gather_extremes(k + c, n, stride, g->low + c, g->high + c);
     for (t = 0; t < n; t++) {
-        const float squares = tkvi_sum_of_squares(v + t * dv, dv);
+        const float squares = tkvi_sum_of_squares(tkvi_is_view(&r->v) ? k + t * stride : v + t * dv, dv);
         g->v_most = squares > g->v_most ? squares : g->v_most;
         g->v_sum = tkvi_f32(g->v_sum + squares);
     }

@@ -63,14 +63,15 @@ typedef struct tkvi_prepared {
 } tkvi_prepared;
 
 /* Decodes K or V of the slots in live_mask into consecutive rows of `out`. stride: floats per row. Returns the
- * number of rows. */
+ * number of rows. The rows of a view are those of its K, and are not decoded again. */
 static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_ops, const uint8_t *bytes,
                               uint64_t live_mask, float *out, size_t stride) {
     int slot = 0, n_rows = 0;
     while (slot < TKVI_BLOCK && live_mask >> slot) {
         int run = 0;
         while (slot + run < TKVI_BLOCK && live_mask >> (slot + run) & 1) run++;
-        if (run) tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
+        if (run && !tkvi_is_view(side))
+            tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
         n_rows += run;
         slot += tkvi_max(run, 1);
     }
@@ -98,9 +99,8 @@ static void tkvi_recode_head(const tkvi_recoding *r, int head, float *k, const u
     const tkvi_record *from = &r->from->record[head], *to = &r->to->record[head];
     const size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim;
     const int n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
-    if (!tkvi_is_view(&from->v))
-        (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
-                                 k + g->k_pad * TKVI_BLOCK, dv);
+    (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
+                             k + g->k_pad * TKVI_BLOCK, dv);
     tkvi_encode_record(r->kv, r->layer, head, to, r->start, k, n_tokens, dst + to->at);
 }
 
