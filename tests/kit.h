@@ -244,7 +244,7 @@ static inline double flops_of(const tkv_remat *r, int n) {
 }
 
 /* |a - b| / |b|, L2; |a - b| where b is 0. */
-static inline double relative_difference(const float *a, const float *b, int n) {
+static inline double float_difference(const float *a, const float *b, int n) {
     double err_sq = 0.0, sum_sq = 0.0;
     int i;
     for (i = 0; i < n; i++) {

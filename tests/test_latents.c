@@ -106,7 +106,7 @@ static void check_attention(tkv_cache *kv, const shape *s, int rows, const char 
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     p.out = out_b;
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-    arithmetic = relative_difference(out_a, out_b, rows * s->heads * s->v_dim);
+    arithmetic = float_difference(out_a, out_b, rows * s->heads * s->v_dim);
     CHECK_EQ(tkv_read(kv, 0, 0, 0, TOKENS, k_out, v_out), TKV_OK);
     for (h = 0; h < s->heads; h += 1 + s->heads / 9) {
         const int at = (rows - 1) * s->heads + h;
@@ -338,8 +338,8 @@ TEST(moves_turn_the_last_channels) {
         tkv_rng_fill(&rng, q_in, (size_t)(t * s->heads * s->dim), 0.3);
         CHECK_EQ(tkv_attend(kv, 0, 0, q_in, t, out_a), TKV_OK);
         CHECK_EQ(tkv_attend(moved, 0, 0, q_in, t, out_b), TKV_OK);
-        CHECK_MSG(relative_difference(out_a, out_b, t * s->heads * s->v_dim) < 1e-4, "%d rows: %.3g", t,
-                  relative_difference(out_a, out_b, t * s->heads * s->v_dim));
+        CHECK_MSG(float_difference(out_a, out_b, t * s->heads * s->v_dim) < 1e-4, "%d rows: %.3g", t,
+                  float_difference(out_a, out_b, t * s->heads * s->v_dim));
     }
     tkv_destroy(moved);
     tkv_destroy(kv);

@@ -121,7 +121,7 @@ static void check_attention(tkv_cache *kv, const model_shapes *m, int layer, int
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
     p.out = out_b;
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-    arithmetic = relative_difference(out_a, out_b, rows * s->heads * s->v_dim);
+    arithmetic = float_difference(out_a, out_b, rows * s->heads * s->v_dim);
     for (h = 0; h < s->heads; h++) {
         const float *newest = out_b + ((rows - 1) * s->heads + h) * s->v_dim;
         e = exact_difference(s, layer, TOKENS, h, q_in + ((rows - 1) * s->heads + h) * s->dim, newest);
@@ -361,7 +361,7 @@ TEST(a_sharing_layer_has_query_heads_of_its_own) {
     CHECK_EQ(tkv_attend(kv, 0, 1, q_in, 1, out_a), TKV_OK);
     for (h = 0; h < 4; h++) memmove(q_in + h * 48, q_in + 3 * h * 48, 48 * sizeof *q_in);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_b), TKV_OK);
-    for (h = 0; h < 12; h++) CHECK(relative_difference(out_a + h * 48, out_b + h / 3 * 48, 48) < 1e-6);
+    for (h = 0; h < 12; h++) CHECK(float_difference(out_a + h * 48, out_b + h / 3 * 48, 48) < 1e-6);
     tkv_destroy(kv);
 }
 
@@ -395,8 +395,8 @@ TEST(moves_and_scales_by_layer) {
         tkv_rng_fill(&rng, q_in, (size_t)(ROWS * s->heads * s->dim), 1.0);
         CHECK_EQ(tkv_attend(kv, 0, layer, q_in, ROWS, out_a), TKV_OK);
         CHECK_EQ(tkv_attend(moved, 0, layer, q_in, ROWS, out_b), TKV_OK);
-        CHECK_MSG(relative_difference(out_a, out_b, n) < 1e-4, "layer %d: %.3g", layer,
-                  relative_difference(out_a, out_b, n));
+        CHECK_MSG(float_difference(out_a, out_b, n) < 1e-4, "layer %d: %.3g", layer,
+                  float_difference(out_a, out_b, n));
     }
     tkv_destroy(kv);
     tkv_destroy(moved);

@@ -89,16 +89,6 @@ static int is_all_finite(const float *x, int n) {
     return finite;
 }
 
-static double relative_difference(const float *a, const float *b, int n) { /* relative to b, L2 */
-    double d = 0.0, size = 0.0;
-    int i;
-    for (i = 0; i < n; i++) {
-        d += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
-        size += (double)b[i] * (double)b[i];
-    }
-    return sqrt(d / (size > 0.0 ? size : 1.0));
-}
-
 /* >>mask */
 static void fill_mask(uint32_t bits) { /* the column of HIDDEN_KEY; other entries are 0 */
     int i;
@@ -131,7 +121,7 @@ static void check_mask_values(tkv_cache *kv, int rows, const char *label) {
         CHECK_MSG(scores_b[HIDDEN_KEY] <= 0.0f, "%s: mask 0x%08lx, its key has a score", label,
                   (unsigned long)hiding_values[i]);
         CHECK_EQ(tkv_attend_reference(kv, &b), TKV_OK);
-        CHECK_MSG(relative_difference(out_b, out_a, rows * ROW) < 0.1, "%s: reference, mask 0x%08lx", label,
+        CHECK_MSG(float_difference(out_b, out_a, rows * ROW) < 0.1, "%s: reference, mask 0x%08lx", label,
                   (unsigned long)hiding_values[i]);
     }
     a.mask_bits = NULL;
@@ -139,7 +129,7 @@ static void check_mask_values(tkv_cache *kv, int rows, const char *label) {
     for (i = 0; i < COUNT(neutral_values); i++) {
         fill_mask(neutral_values[i]);
         CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
-        CHECK_MSG(relative_difference(out_b, out_a, rows * ROW) < 1e-6, "%s: mask 0x%08lx", label,
+        CHECK_MSG(float_difference(out_b, out_a, rows * ROW) < 1e-6, "%s: mask 0x%08lx", label,
                   (unsigned long)neutral_values[i]);
     }
     for (i = 0; i < COUNT(winning_values); i++) {
@@ -182,7 +172,7 @@ static void check_nonfinite_queries(tkv_cache *kv, int rows, const char *label) 
                       (unsigned long)nonfinite[i]);
             CHECK(is_minus_infinity(lse_b[row * HEADS + head]));
             for (h = 0; h < rows * HEADS && !j; h++) { /* rows of a prefill share the choice of limbs */
-                const double d = relative_difference(out_b + h * DIM, out_a + h * DIM, DIM);
+                const double d = float_difference(out_b + h * DIM, out_a + h * DIM, DIM);
                 if (h != row * HEADS + head) CHECK_LE(d, rows == 1 ? 0.0 : 0.03);
             }
             for (score_sum = 0.0, h = 0; h < LEN; h++) score_sum += (double)scores_b[h];
@@ -299,14 +289,14 @@ static void check_sink_logits(tkv_cache *kv, int rows, const char *label) {
         CHECK_MSG(!memcmp(out_a, out_b, (size_t)(rows * ROW) * sizeof(float)),
                   "%s: a sink logit that is not finite changed the output", label);
         CHECK_EQ(tkv_attend_reference(kv, &b), TKV_OK);
-        CHECK_LE(relative_difference(out_b, out_a, rows * ROW), 0.1);
+        CHECK_LE(float_difference(out_b, out_a, rows * ROW), 0.1);
     }
     for (h = 0; h < HEADS; h++)
         sink_logits[h] = h % 2 ? 3e38f : -3e38f; /* the sink takes all of the softmax, or nothing */
     CHECK_EQ(tkv_attend_ex(kv, &b), TKV_OK);
     for (i = 0; i < rows * HEADS; i++) {
         float zeros[DIM] = {0.0f};
-        if (i % 2) CHECK_LE(relative_difference(out_b + i * DIM, zeros, DIM), 1e-30);
+        if (i % 2) CHECK_LE(float_difference(out_b + i * DIM, zeros, DIM), 1e-30);
         else CHECK_MEM(out_b + i * DIM, out_a + i * DIM, DIM * sizeof(float));
     }
 }

@@ -144,8 +144,8 @@ static void measure_losses(tkv_cache *kv, int what, int seq, int layer, double *
     CHECK(is_all_finite(k_out, nk) && is_all_finite(v_out, nv));
     fill_rows(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_want);
     fill_rows(what, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.v_head_dim, 1, v_want);
-    loss[TKV_V] = relative_difference(v_out, v_want, nv);
-    loss[TKV_K] = relative_difference(k_out, k_want, nk);
+    loss[TKV_V] = float_difference(v_out, v_want, nv);
+    loss[TKV_K] = float_difference(k_out, k_want, nk);
     if (what != BIASED) return;
     fill_rows(USUAL, seq, layer, 0, n, cfg->model.n_kv_heads, cfg->model.head_dim, 0, k_in);
     loss[TKV_K] *= norm_of(k_want, nk) / norm_of(k_in, nk);
