@@ -8351,10 +8351,9 @@ static float tkvi_coarse_v(const tkvi_side *s, int width) {
 #define TKVI_NEEDS_TWO(coarse, most, squares, top)                                                           \
     ((coarse) * (most) * (most) > TKVI_ERR_LIMIT(top) * (squares))
 
-/* w times `by`, rounded and clamped to -top .. top. */
-static int tkvi_rounded(float w, float by, int top) {
-    return tkvi_max(-top, tkvi_min(top, tkvi_rne(w * by)));
-}
+/* x rounded and clamped to -top .. top. Not inlined, so that no compiler fuses a product x into tkvi_rne's sum (FMA):
+ * the kernels round both. */
+static TKVI_NOINLINE int tkvi_rounded(float x, int top) { return tkvi_max(-top, tkvi_min(top, tkvi_rne(x))); }
 
 static float tkvi_inverse(float top, float most) {
     float inverse = most > 0.0f ? top / most : 0.0f;
@@ -8370,8 +8369,8 @@ static float tkvi_round_k(const tkvi_side *s, const float *w, int n_limbs, int *
     for (i = 0; i < s->pad; i++) squares += w[i] * w[i];
     if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_k(s), most, squares, TKVI_LIMB_MAX_K)) wide = s->pad;
     for (i = 0; i < s->pad; i++)
-        rounded[i] = i < wide ? tkvi_rounded(w[i], two, TKVI_TWO_LIMBS_MAX)
-                              : 128 * tkvi_rounded(w[i], one, TKVI_LIMB_MAX_K);
+        rounded[i] = i < wide ? tkvi_rounded(w[i] * two, TKVI_TWO_LIMBS_MAX)
+                              : 128 * tkvi_rounded(w[i] * one, TKVI_LIMB_MAX_K);
     return two > 0.0f ? most / (float)TKVI_TWO_LIMBS_MAX : 0.0f;
 }
 
@@ -8387,7 +8386,7 @@ static float tkvi_round_v(const tkvi_side *s, const float *w, int width, int n_l
     for (t = 0; t < TKVI_BLOCK; t++) squares += w[t] * w[t];
     if (n_limbs == 2 || TKVI_NEEDS_TWO(tkvi_coarse_v(s, width), most, squares, top)) top = TKVI_TWO_LIMBS_MAX;
     by = tkvi_inverse((float)top, most);
-    for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t], by, top));
+    for (t = 0; t < TKVI_BLOCK; t++) rounded[t] = tkvi_max(0, tkvi_rounded(w[t] * by, top));
     return by > 0.0f ? most / (float)top : 0.0f;
 }
 
