@@ -13,7 +13,8 @@
  *
  * If every sequence has 16 or more query rows (prefill), work tiles have up to 32 rows, 16 beyond 128 channels. The
  * instruction set must have prefill kernels (>>prefill). These work tiles are not split. Calls with few work tiles
- * and many blocks take splits instead, with tiles of 8 rows (tkv_attend_ex).
+ * and many blocks take splits instead, with tiles of 8 rows (tkvi_plan_work). Where V is inside K, calls with few
+ * rows have prefill kernels and splits.
  *
  * Scores are relative to a reference key, which recent keys have in common: see kernels/scalar.h. `origin` =
  * scale q.ref is added where the absolute logit matters: softcap, sink logits, log-sum-exp.
@@ -66,6 +67,7 @@ typedef struct tkvi_call {
     int first_kv_head, n_kv_heads; /* those of the call */
     const tkvi_prefill *many;      /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
     int tile;                      /* rows of a work tile */
+    int most_splits;               /* of a work tile */
     int view_rows; /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, cells_stride, bits_stride, score_stride;
@@ -166,6 +168,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (!kv || !p) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     memset(c, 0, sizeof *c);
+    c->most_splits = TKVI_MAX_TILE_SPLITS;
     c->kv = kv;
     c->p = p;
     c->one.seq = p->seq;
@@ -381,8 +384,7 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = c->plan->geometry.k_pad;
     u->v_pad = c->plan->geometry.v_pad;
-    u->chunk =
-        tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + TKVI_MAX_TILE_SPLITS - 1) / TKVI_MAX_TILE_SPLITS);
+    u->chunk = tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + c->most_splits - 1) / c->most_splits);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
     u->sight.sees_sinks = c->plan->sees_sinks;
@@ -1149,12 +1151,12 @@ typedef struct tkvi_work {
     int n_units, n_chunks; /* work tiles; most splits of one */
     int longest;           /* blocks of the longest list */
     int few;               /* 1: work tiles are so few that they are split; not by thread count: same bits */
-    float *parts;          /* [n_units][n_chunks] sums of splits; NULL: work tiles are not split */
-    unsigned by_tile;      /* consumers that tasks of work tiles serve: bit i for row i */
-    unsigned by_range;     /* consumers that tasks of ranges of blocks serve */
-    int n_together;        /* prefill kernels: most work tiles of a task */
-    tkv_task task;         /* the task inside tkvi_run_fetching */
-    tkv_task inner;        /* the task inside tkvi_run_turning */
+    float *parts; /* [n_units][n_chunks] sums of splits; NULL: a task computes all splits of a work tile */
+    unsigned by_tile;  /* consumers that tasks of work tiles serve: bit i for row i */
+    unsigned by_range; /* consumers that tasks of ranges of blocks serve */
+    int n_together;    /* prefill kernels: most work tiles of a task */
+    tkv_task task;     /* the task inside tkvi_run_fetching */
+    tkv_task inner;    /* the task inside tkvi_run_turning */
 } tkvi_work;
 
 /* Tasks of up to `most` work tiles of one KV head each. */
@@ -1421,17 +1423,15 @@ typedef struct tkvi_prefill_groups {
     const tkvi_work_tile *tile; /* [n] */
     tkvi_prefill_queries *q[TKVI_PREFILL_GROUPS];
     tkvi_prefill_sums *sums[TKVI_PREFILL_GROUPS];
-    float *o[TKVI_PREFILL_GROUPS]; /* of sums */
-    float *scores;                 /* [n][64][lanes] work space */
+    float *scores; /* [n][64][lanes] work space */
 } tkvi_prefill_groups;
 
 /* Loads the queries of all groups, and clears their sums. Returns `turned` of the newest block. */
-static int tkvi_prefill_begin(tkvi_prefill_groups *all) {
+static int tkvi_prefill_begin(const tkvi_prefill_groups *all) {
     int i, r, turned = 0;
     for (i = 0; i < all->n; i++) {
         tkvi_prefill_sums *sums = all->sums[i];
         all->q[i]->lanes = sums->lanes = all->lanes;
-        all->o[i] = sums->o;
         turned = tkvi_prefill_load(&all->tile[i], sums->o, all->q[i], sums->origin);
         memset(sums->o, 0, (size_t)(all->tile->v_pad * all->lanes) * sizeof(float));
         for (r = 0; r < TKVI_PREFILL; r++) {
@@ -1475,15 +1475,18 @@ static int tkvi_prefill_sees(const tkvi_prefill_groups *all, int i, int start, i
     return sees;
 }
 
-/* The online softmax over all blocks. Blocks with rotated V come first, so that one rotation back is enough. */
-static TKVI_NOINLINE void tkvi_prefill_blocks(tkvi_prefill_groups *all) {
+/* The online softmax over blocks first .. last-1. Blocks with rotated V come first, so that one rotation back is
+ * enough. */
+static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, int first, int last) {
     const tkvi_work_tile *u = all->tile;
     const tkv_cache *kv = u->call->kv;
     const tkvi_prefill *many = u->call->many;
     const int precise = kv->tables.cfg.host.precise;
+    float *o[TKVI_PREFILL_GROUPS];
     int i, k, rotated, turned = tkvi_prefill_begin(all);
+    for (k = 0; k < all->n; k++) o[k] = all->sums[k]->o;
     for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
-        for (i = 0; i < u->list->n; i++) {
+        for (i = first; i < last; i++) {
             const int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
@@ -1502,10 +1505,10 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(tkvi_prefill_groups *all) {
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
             many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n,
-                    precise, all->o);
+                    precise, o);
         }
         for (k = 0; k < all->n && rotated; k++)
-            many->rotate_back(all->o[k], u->call->plan->geometry.v_head_dim, all->lanes);
+            many->rotate_back(o[k], u->call->plan->geometry.v_head_dim, all->lanes);
     }
 }
 
@@ -1555,25 +1558,57 @@ static TKVI_NOINLINE void tkvi_prefill_end(const tkvi_work_tile *u, tkvi_prefill
         tkvi_prefill_finish(u, sums, first, lse + first);
 }
 
-/* One work tile, with memory on the stack: its first pass. */
-static TKVI_NOINLINE void tkvi_prefill_first_pass(const tkvi_work_tile *u, tkvi_prefill_sums *sums) {
-    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL];
-    tkvi_prefill_queries q;
-    tkvi_prefill_groups one;
-    one.n = 1;
-    one.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
-    one.tile = u;
-    one.q[0] = &q;
-    one.sums[0] = sums;
-    one.scores = scores;
-    tkvi_prefill_blocks(&one);
+/* Floats of one split in w->parts. */
+static size_t tkvi_prefill_split_floats(const tkvi_call *c) {
+    return tkvi_prefill_sums_floats(tkvi_max(c->plan->geometry.k_pad, c->plan->geometry.v_pad), c->tile);
 }
 
-/* lse: [rows], as tkvi_prefill_finish. */
-static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work_tile *u, float *lse) {
-    tkvi_prefill_sums sums;
-    tkvi_prefill_first_pass(u, &sums);
-    if (!tkvi_failed(u->call)) tkvi_prefill_end(u, &sums, lse);
+/* The sums of one split of a work tile in w->parts. */
+static tkvi_prefill_sums *tkvi_prefill_split_at(const tkvi_work *w, int unit, int chunk) {
+    const size_t n = tkvi_prefill_split_floats(w->call);
+    return tkvi_prefill_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * n);
+}
+
+/* Adds `from` to `to`, as tkvi_merge does for rows. Overwrites from->o. */
+static TKVI_NOINLINE void tkvi_prefill_merge(const tkvi_work_tile *u, tkvi_prefill_sums *to,
+                                             const tkvi_prefill_sums *from) {
+    TKVI_ALIGNED float a[TKVI_PREFILL], b[TKVI_PREFILL];
+    int r;
+    for (r = 0; r < to->lanes; r++) {
+        const int first = !(to->l[r] > 0.0f), none = !(from->l[r] > 0.0f);
+        const float top = first || (!none && from->m[r] > to->m[r]) ? from->m[r] : to->m[r];
+        a[r] = first ? 0.0f : expf(to->m[r] - top);
+        b[r] = none ? 0.0f : expf(from->m[r] - top);
+        to->m[r] = top;
+        to->l[r] = to->l[r] * a[r] + from->l[r] * b[r];
+        to->far_attention[r] = to->far_attention[r] * a[r] * a[r] + from->far_attention[r] * b[r] * b[r];
+    }
+    u->call->many->shrink(to->o, u->v_pad, to->lanes, a);
+    u->call->many->shrink(from->o, u->v_pad, to->lanes, b);
+    u->call->kv->kernels->scale_add(to->o, 1.0f, from->o, 1.0f, u->v_pad * to->lanes);
+}
+
+/* One split of all groups, into w->parts. number: of the first work tile. */
+static void tkvi_prefill_one_split(const tkvi_work *w, tkvi_prefill_groups *all, int number, int chunk) {
+    const tkvi_work_tile *u = all->tile;
+    int i;
+    if (chunk > 0 && chunk >= u->n_chunks) return;
+    for (i = 0; i < all->n; i++) all->sums[i] = tkvi_prefill_split_at(w, number + i, chunk);
+    tkvi_prefill_blocks(all, chunk * u->chunk, tkvi_min(u->list->n, (chunk + 1) * u->chunk));
+}
+
+/* The first pass of all groups, split by split if work tiles are split. split: [n] room for the sums of one. */
+static void tkvi_prefill_splits(const tkvi_work *w, tkvi_prefill_groups *all,
+                                tkvi_prefill_sums *const *split) {
+    const tkvi_work_tile *u = all->tile;
+    tkvi_prefill_groups one = *all;
+    int chunk, i;
+    tkvi_prefill_blocks(all, 0, w->few ? tkvi_min(u->chunk, u->list->n) : u->list->n);
+    for (chunk = 1; w->few && chunk < u->n_chunks; chunk++) {
+        for (i = 0; i < all->n; i++) one.sums[i] = split[i];
+        tkvi_prefill_blocks(&one, chunk * u->chunk, tkvi_min(u->list->n, (chunk + 1) * u->chunk));
+        for (i = 0; i < all->n; i++) tkvi_prefill_merge(&all->tile[i], all->sums[i], split[i]);
+    }
 }
 
 /* The second pass over up to 8 rows, for w->by_tile. Prefill kernels round in another way than the kernels of
@@ -1605,12 +1640,51 @@ static void tkvi_prefill_second_pass(const tkvi_work *w, const tkvi_work_tile *u
     }
 }
 
-/* One work tile with prefill kernels. */
-static TKVI_NOINLINE void tkvi_run_prefill_tile(const tkvi_work *w, int number) {
+/* One group, with memory on the stack. chunk: a split into w->parts; -1: all blocks, into `sums`. */
+static TKVI_NOINLINE void tkvi_prefill_alone(const tkvi_work *w, const tkvi_work_tile *u, int number,
+                                             int chunk, tkvi_prefill_sums *sums, tkvi_prefill_sums *split) {
+    TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_PREFILL];
+    tkvi_prefill_queries q;
+    tkvi_prefill_groups one;
+    one.n = 1;
+    one.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
+    one.tile = u;
+    one.q[0] = &q;
+    one.sums[0] = sums;
+    one.scores = scores;
+    if (chunk < 0) tkvi_prefill_splits(w, &one, &split);
+    else tkvi_prefill_one_split(w, &one, number, chunk);
+}
+
+/* The same for all blocks, with sums of a split on the stack: 37 KiB more. */
+static TKVI_NOINLINE void tkvi_prefill_splits_alone(const tkvi_work *w, const tkvi_work_tile *u,
+                                                    tkvi_prefill_sums *sums) {
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
+    tkvi_prefill_sums split;
+    split.o = o;
+    tkvi_prefill_alone(w, u, 0, -1, sums, &split);
+}
+
+/* lse: [rows], as tkvi_prefill_finish. */
+static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work *w, const tkvi_work_tile *u, float *lse) {
+    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
+    tkvi_prefill_sums sums;
+    sums.o = o;
+    if (w->few) tkvi_prefill_splits_alone(w, u, &sums);
+    else tkvi_prefill_alone(w, u, 0, -1, &sums, NULL);
+    if (!tkvi_failed(u->call)) tkvi_prefill_end(u, &sums, lse);
+}
+
+/* One work tile with prefill kernels. chunk: as in tkvi_prefill_alone. */
+static TKVI_NOINLINE void tkvi_run_prefill_tile(const tkvi_work *w, int number, int chunk) {
     float lse[TKVI_PREFILL];
     tkvi_work_tile u;
     tkvi_find_work_tile(w->call, number, &u);
-    tkvi_prefill_work_tile(&u, lse);
+    if (chunk >= 0) {
+        tkvi_prefill_alone(w, &u, number, chunk, NULL, NULL);
+        return;
+    }
+    tkvi_prefill_work_tile(w, &u, lse);
     tkvi_prefill_second_pass(w, &u, lse);
 }
 
@@ -1640,14 +1714,17 @@ static int tkvi_take_area(tkv_cache *kv) {
     return -1;
 }
 
-/* Work tiles number, number + 1, ... number + n - 1, of one KV head, together. Returns 0 if there is no memory for
- * them, or tokens have moved: a task has plain rows for one tile. */
-static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int number, int n) {
+/* Work tiles number, number + 1, ... number + n - 1, of one KV head, together. chunk: as in tkvi_prefill_alone. One
+ * work tile comes here if its splits need the memory of an area. Returns 0 if no area is free, or several would come
+ * and tokens have moved: a task has plain rows for one tile. */
+static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int number, int n, int chunk) {
     tkv_cache *kv = w->call->kv;
-    const int number_of_area = n > 1 && !w->call->plain ? tkvi_take_area(kv) : -1;
+    const int has_use = n > 1 ? !w->call->plain : w->few && chunk < 0;
+    const int number_of_area = has_use ? tkvi_take_area(kv) : -1;
     tkvi_prefill_area *area;
     tkvi_work_tile tile[TKVI_PREFILL_GROUPS];
     tkvi_prefill_groups all;
+    tkvi_prefill_sums *split[TKVI_PREFILL_GROUPS];
     float lse[TKVI_PREFILL];
     int i;
     if (number_of_area < 0) return 0;
@@ -1661,9 +1738,13 @@ static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int numbe
         if (tile[i].rows > 16) all.lanes = TKVI_PREFILL;
         all.q[i] = &area->q[i];
         all.sums[i] = &area->sums[i];
+        split[i] = &area->split[i];
+        all.sums[i]->o = area->o[i];
+        split[i]->o = area->split_o[i];
     }
-    tkvi_prefill_blocks(&all);
-    for (i = 0; i < n && !tkvi_failed(w->call); i++) {
+    if (chunk < 0) tkvi_prefill_splits(w, &all, split);
+    else tkvi_prefill_one_split(w, &all, number, chunk);
+    for (i = 0; chunk < 0 && i < n && !tkvi_failed(w->call); i++) {
         tkvi_prefill_end(&tile[i], all.sums[i], lse);
         tkvi_prefill_second_pass(w, &tile[i], lse);
     }
@@ -1686,21 +1767,42 @@ static int tkvi_find_tiles(const tkvi_call *c, int most, int index, int *first) 
     }
 }
 
-/* Task: work tiles with prefill kernels. */
+/* Task: work tiles with prefill kernels; one split of them if w->parts has room for it. */
 static void tkvi_run_prefill(void *ctx, int index) {
     const tkvi_work *w = (const tkvi_work *)ctx;
+    const int chunk = w->parts ? index % w->n_chunks : -1;
     int first, i;
-    const int n = tkvi_find_tiles(w->call, w->n_together, index, &first);
-    if (tkvi_run_prefill_together(w, first, n)) return;
-    for (i = 0; i < n && !tkvi_failed(w->call); i++) tkvi_run_prefill_tile(w, first + i);
+    const int n = tkvi_find_tiles(w->call, w->n_together, w->parts ? index / w->n_chunks : index, &first);
+    if (tkvi_run_prefill_together(w, first, n, chunk)) return;
+    for (i = 0; i < n && !tkvi_failed(w->call); i++)
+        if (n == 1 || !tkvi_run_prefill_together(w, first + i, 1, chunk))
+            tkvi_run_prefill_tile(w, first + i, chunk);
+}
+
+/* Task, after all splits: the merge of those of a work tile, in order. */
+static void tkvi_run_prefill_merge(void *ctx, int index) {
+    const tkvi_work *w = (const tkvi_work *)ctx;
+    tkvi_prefill_sums *sums = tkvi_prefill_split_at(w, index, 0);
+    tkvi_work whole = *w;
+    float lse[TKVI_PREFILL];
+    tkvi_work_tile u;
+    int chunk;
+    if (tkvi_failed(w->call)) return;
+    tkvi_find_work_tile(w->call, index, &u);
+    for (chunk = 1; chunk < u.n_chunks; chunk++)
+        tkvi_prefill_merge(&u, sums, tkvi_prefill_split_at(w, index, chunk));
+    tkvi_prefill_end(&u, sums, lse);
+    whole.parts = NULL; /* not the sums of tkvi_merge_splits */
+    tkvi_prefill_second_pass(&whole, &u, lse);
 }
 
 /* Work tiles that a task takes together, where they share unpacked codes: all of a KV head, up to 128 rows, but not so
  * many that threads have nothing to do. Bits do not depend on it. */
-static int tkvi_n_together(const tkvi_call *c, int n_threads) {
+static int tkvi_n_together(const tkvi_work *w, int n_threads) {
+    const tkvi_call *c = w->call;
     const int most = tkvi_min(TKVI_PREFILL_GROUPS, TKVI_GROUP_ROWS / c->tile);
     if (!c->kv->work.n_areas || !c->plan->geometry.v_in_k) return 1;
-    return tkvi_max(1, tkvi_min(most, tkvi_count_work_tiles(c) / n_threads));
+    return tkvi_max(1, tkvi_min(most, w->n_units * (w->parts ? w->n_chunks : 1) / n_threads));
 }
 
 /* Prefill kernels for the call, or NULL. Each sequence needs 16 query rows or more, in formats that the kernels
@@ -1776,11 +1878,24 @@ static void tkvi_share_consumers(tkvi_work *w, int serial) {
     const tkvi_call *c = w->call;
     w->by_tile = c->observing[TKVI_OBSERVES_QUERIES] | c->observing[TKVI_OBSERVES_TILE];
     w->by_range = c->observing[TKVI_OBSERVES_CALL];
-    if (w->parts) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
+    if (w->parts && !c->many) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
     else w->by_tile |= c->observing[TKVI_OBSERVES_BLOCKS];
     if (!serial) return;
     w->by_tile |= w->by_range;
     w->by_range = 0;
+}
+
+/* Work tiles get the rows of prefill kernels, where these will do. */
+static void tkvi_take_prefill(tkvi_call *c) {
+    if (!(c->many = tkvi_prefill_for(c))) return;
+    c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
+    if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
+}
+
+/* 1 if the work tiles are so few, and the lists so long, that tiles are split. */
+static int tkvi_has_few(const tkvi_work *w) {
+    const int n = tkvi_count_work_tiles(w->call);
+    return w->n_chunks > 1 && n <= TKVI_FEW_WORK_TILES && n * w->n_chunks <= TKVI_MAX_SPLITS;
 }
 
 /* Checks a call, and finds its work. c, w: out. */
@@ -1793,13 +1908,16 @@ static tkv_status tkvi_plan_work(tkv_cache *kv, const tkv_attend_params *p,
     w->call = c;
     if (st) return st;
     tkvi_call_consumers(c, consumer, n_consumers);
-    w->n_units = tkvi_count_work_tiles(c);
     for (i = 0; i < c->n_rows; i++)
         w->longest = tkvi_max(w->longest, tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer)->n);
-    w->n_chunks =
-        tkvi_min(TKVI_MAX_TILE_SPLITS, (w->longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
-    w->few =
-        w->n_chunks > 1 && w->n_units <= TKVI_FEW_WORK_TILES && w->n_units * w->n_chunks <= TKVI_MAX_SPLITS;
+    if (c->plan->geometry.v_in_k) tkvi_take_prefill(c);
+    if (c->many) /* a split of 16 rows costs a merge of as many outputs */
+        c->most_splits = tkvi_max(
+            1, tkvi_min(c->most_splits, TKVI_FEW_WORK_TILES / tkvi_max(1, tkvi_count_work_tiles(c))));
+    w->n_chunks = tkvi_min(c->most_splits, (w->longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
+    w->few = tkvi_has_few(w);
+    if (!w->few && !c->many) tkvi_take_prefill(c);
+    w->n_units = tkvi_count_work_tiles(c);
     return TKV_OK;
 }
 
@@ -1811,26 +1929,19 @@ static void tkvi_clear_scores(const tkvi_call *c) {
 }
 
 /* The tasks of the first pass: returns their number. n_threads: that share them, about. */
-static int tkvi_first_pass(tkvi_call *c, tkvi_work *w, int n_threads, tkv_task *task) {
-    if (w->parts) {
-        *task = tkvi_run_split;
-        return w->n_units * w->n_chunks;
-    }
-    *task = tkvi_run_work_tile;
-    if (w->few && !c->plan->geometry.v_in_k) return w->n_units;
-    if (!(c->many = tkvi_prefill_for(c))) return w->n_units;
-    c->tile = tkvi_prefill_lanes(tkvi_max(c->plan->geometry.head_dim, c->plan->geometry.v_head_dim));
-    if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
-    *task = tkvi_run_prefill;
-    w->n_together = tkvi_n_together(c, n_threads);
-    return tkvi_count_tasks(c, w->n_together);
+static int tkvi_first_pass(tkvi_work *w, int n_threads, tkv_task *task) {
+    const int n_splits = w->parts ? w->n_chunks : 1;
+    *task = w->call->many ? tkvi_run_prefill : w->parts ? tkvi_run_split : tkvi_run_work_tile;
+    if (!w->call->many) return w->n_units * n_splits;
+    w->n_together = tkvi_n_together(w, n_threads);
+    return tkvi_count_tasks(w->call, w->n_together) * n_splits;
 }
 
 /* What follows the first pass: merges splits, and serves the consumers of ranges of blocks. Returns the call's
  * status. */
 static tkv_status tkvi_end_work(tkvi_work *w, int together) {
     const tkvi_call *c = w->call;
-    if (w->parts) tkvi_run(w, 0, w->n_units, 0, tkvi_run_work_tile);
+    if (w->parts) tkvi_run(w, 0, w->n_units, 0, c->many ? tkvi_run_prefill_merge : tkvi_run_work_tile);
     if (!*c->failed && tkvi_any_sampled(w))
         tkvi_run(w, 0, (w->longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, together, tkvi_run_range);
     if (*c->failed & TKVI_FAILED_IO) return TKV_ERR_IO;
@@ -1854,7 +1965,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     if (w.few && kv->work.split_sums && in_parallel && tkvi_take_flag(&kv->work.split_sums_taken))
         w.parts = kv->work.split_sums;
     tkvi_share_consumers(&w, !w.parts && (!in_parallel || w.n_units == 1));
-    n = tkvi_first_pass(&c, &w, in_parallel ? TKVI_MAX_TILE_SPLITS : 1, &task);
+    n = tkvi_first_pass(&w, in_parallel ? TKVI_MAX_TILE_SPLITS : 1, &task);
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_flag(&kv->work.split_sums_taken);
@@ -1864,8 +1975,9 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
 /* >>parts: the same call, run by threads of the caller */
 /* Bytes of the workspace: room to align it, its head, and the sums of splits. */
 static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
-    const size_t sums = (size_t)TKVI_SUMS_FLOATS(w->call->plan->geometry.v_pad) * sizeof(float);
-    return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * sums : 0);
+    const int v_pad = w->call->plan->geometry.v_pad;
+    const size_t n = w->call->many ? tkvi_prefill_split_floats(w->call) : (size_t)TKVI_SUMS_FLOATS(v_pad);
+    return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * n * sizeof(float) : 0);
 }
 
 /* One part of a call. The parts share the tasks of the first pass; the last one to end does the rest. */
@@ -1886,7 +1998,7 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     c.failed = &head->failed;
     if (w.few) w.parts = (float *)(void *)tkvi_parts_data(head);
     tkvi_share_consumers(&w, 0);
-    n = tkvi_first_pass(&c, &w, n_parts, &task);
+    n = tkvi_first_pass(&w, n_parts, &task);
     tkvi_run(&w, (int)(n * part / n_parts), (int)(n * (part + 1) / n_parts), 0, task);
     if (!tkvi_is_last_part(head, n_parts)) return TKV_OK;
     tkvi_clear_scores(&c);

@@ -50,7 +50,7 @@ typedef struct tkvi_prefill_queries {
 } tkvi_prefill_queries;
 
 typedef struct tkvi_prefill_sums { /* of the online softmax. m, l, far_attention, origin: [lanes] */
-    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS]; /* [v_pad][lanes] */
+    float *o;                      /* [v_pad][lanes], aligned */
     TKVI_ALIGNED float m[TKVI_PREFILL], l[TKVI_PREFILL], far_attention[TKVI_PREFILL], origin[TKVI_PREFILL];
     int lanes;
 } tkvi_prefill_sums;
@@ -58,7 +58,9 @@ typedef struct tkvi_prefill_sums { /* of the online softmax. m, l, far_attention
 /* Memory for groups of rows that share unpacked codes: too large for a stack. */
 typedef struct tkvi_prefill_area {
     tkvi_prefill_queries q[TKVI_PREFILL_GROUPS];
-    tkvi_prefill_sums sums[TKVI_PREFILL_GROUPS];
+    tkvi_prefill_sums sums[TKVI_PREFILL_GROUPS], split[TKVI_PREFILL_GROUPS]; /* with o and split_o */
+    TKVI_ALIGNED float o[TKVI_PREFILL_GROUPS][TKVI_PREFILL_FLOATS];
+    TKVI_ALIGNED float split_o[TKVI_PREFILL_GROUPS][TKVI_PREFILL_FLOATS];
     TKVI_ALIGNED float scores[TKVI_BLOCK * TKVI_GROUP_ROWS];
 } tkvi_prefill_area;
 
@@ -128,6 +130,20 @@ typedef struct tkvi_prefill_v_args {
 } tkvi_prefill_v_args;
 
 static int tkvi_prefill_lanes(int pad) { return pad <= TKVI_PREFILL_PART ? TKVI_PREFILL : 16; }
+
+/* Floats of tkvi_prefill_sums with `o` behind it, for at most `rows` rows. pad: the larger one of k_pad and v_pad, as
+ * `o` is also room for queries. */
+static size_t tkvi_prefill_sums_floats(int pad, int rows) {
+    const size_t n = (size_t)(pad * (rows > 16 ? TKVI_PREFILL : 16));
+    return tkvi_align_up(sizeof(tkvi_prefill_sums)) / sizeof(float) + n;
+}
+
+/* Such sums in aligned memory. */
+static tkvi_prefill_sums *tkvi_prefill_sums_in(float *memory) {
+    tkvi_prefill_sums *s = (tkvi_prefill_sums *)(void *)memory;
+    s->o = memory + tkvi_align_up(sizeof *s) / sizeof(float);
+    return s;
+}
 
 #ifdef TKVI_VECTORS
 static const float tkvi_prefill_zeros[TKVI_PREFILL] = {0.0f};
