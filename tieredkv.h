@@ -850,9 +850,9 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 44 KiB more. With V inside K, calls beyond the first one (the first
- *   four with parallel_for) that run at the same time on one cache use 37 KiB more, and so do all calls where the
- *   compiler lacks GCC's atomics. Give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 44 KiB more. With V inside K, one call on a cache (four with
+ *   parallel_for) keeps to that, and calls beside it use 37 KiB more. So do all calls if the compiler lacks GCC's
+ *   atomics. Give worker threads that much.
  *
  *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
  *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is
@@ -29059,6 +29059,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
         return TKV_OK;
     buffer->key = TKVI_NIL;
     if (is_computed) {
+        memset(buffer->bytes, 0, piece.bytes); /* values before the entry's tokens: their weights are 0 */
         if (!tkvi_compute_piece(kv, id, record, head, part, buffer)) return TKV_ERR_NO_SOURCE;
     } else {
         if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
@@ -32448,6 +32449,7 @@ static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask
     const tkvi_entry *a = &kv->pool.entry[u->ids[i]], *b = &kv->pool.entry[u->ids[i + 1]];
     const uint64_t slots = tkvi_live_mask(b, tkvi_block_tokens(kv, u->list, u->ids, i + 1));
     if (a->block != b->block) return 0;
+    if (tkvi_is_discarded(&kv->pool.block[a->block])) return 0; /* the model gives the rows of one entry */
     if (!*mask) *mask = tkvi_live_mask(a, tkvi_block_tokens(kv, u->list, u->ids, i));
     if (*mask & slots) return 0; /* copies of tokens */
     *mask |= slots;

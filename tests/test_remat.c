@@ -991,6 +991,32 @@ static int compute_single_head(void *user, int seq, int layer, int head, const i
     return 0;
 }
 
+/* Fills memory that the next call has on its stack with bytes that are no numbers. */
+static void fill_stack(void) {
+    volatile unsigned char x[200000];
+    int i;
+    for (i = 0; i < (int)sizeof x; i++) x[i] = 0xff;
+}
+
+/* Attention is that of double precision, for few queries and many. Queries are random. */
+static void check_attention_computes(tkv_cache *kv, int seq, int heads, int dim) {
+    int n;
+    for (n = 1; n <= 16; n += 15) {
+        tkv_attend_params p;
+        memset(&p, 0, sizeof p);
+        p.seq = seq;
+        p.n = n;
+        p.q = q_in;
+        p.out = out_a;
+        tkv_rng_fill(&rng, q_in, (size_t)(n * heads * dim), 1.0);
+        fill_stack();
+        CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+        p.out = out_b;
+        CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
+        CHECK_LE(float_difference(out_a, out_b, n * heads * dim), 1e-4);
+    }
+}
+
 /* A move that needs memory discards a block, and then splits it. Each part gets its rows from the model, also in one
  * read. */
 TEST(rows_of_a_moved_part_are_given) {
@@ -1021,6 +1047,27 @@ TEST(rows_of_a_moved_part_are_given) {
         for (t = 0; t < n; t++) CHECK_EQ(tkv_read(kv, 0, l, t, 1, k_b + t * ROW, NULL), TKV_OK);
         CHECK_MEM(k_a, k_b, (size_t)(n * ROW) * sizeof *k_a);
     }
+    check_attention_computes(kv, 0, HEADS, ROW);
+    tkv_destroy(kv);
+}
+
+/* A sequence can hold the last tokens of a block alone. The model gives no rows for the first ones. */
+TEST(attention_on_a_part_of_a_discarded_block) {
+    tkv_config cfg = small_config();
+    row_model m;
+    tkv_cache *kv;
+    int i, n = 0;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    attach_row_model(&m, &cfg);
+    kv = create_cache(&cfg);
+    for (i = 0; i < 4; i++) CHECK_EQ(append_to_both(kv, NULL, 0, BLOCK), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, BLOCK / 2, TKV_UNLIMITED, 1, BLOCK / 2), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* the block has one holder */
+    for (i = 0; i < 4; i++) CHECK_EQ(append_to_both(kv, NULL, 1, BLOCK), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 1, 2 * BLOCK, &n), TKV_OK);
+    CHECK(n > BLOCK / 2);
+    check_cache(kv);
+    check_attention_computes(kv, 1, HEADS, DIM);
     tkv_destroy(kv);
 }
 
@@ -1064,6 +1111,7 @@ int main(int argc, char **argv) {
     rng = tkv_rng_seed(20);
     RUN(restored_blocks_are_the_same);
     RUN(rows_of_a_moved_part_are_given);
+    RUN(attention_on_a_part_of_a_discarded_block);
     RUN(rows_before_a_part_are_not_read);
     RUN(tiers_change_while_blocks_are_discarded);
     RUN(wrong_restores_change_nothing);

@@ -806,6 +806,7 @@ static int tkvi_has_rest_of_block(const tkvi_work_tile *u, int i, uint64_t *mask
     const tkvi_entry *a = &kv->pool.entry[u->ids[i]], *b = &kv->pool.entry[u->ids[i + 1]];
     const uint64_t slots = tkvi_live_mask(b, tkvi_block_tokens(kv, u->list, u->ids, i + 1));
     if (a->block != b->block) return 0;
+    if (tkvi_is_discarded(&kv->pool.block[a->block])) return 0; /* the model gives the rows of one entry */
     if (!*mask) *mask = tkvi_live_mask(a, tkvi_block_tokens(kv, u->list, u->ids, i));
     if (*mask & slots) return 0; /* copies of tokens */
     *mask |= slots;

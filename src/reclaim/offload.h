@@ -227,6 +227,7 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
         return TKV_OK;
     buffer->key = TKVI_NIL;
     if (is_computed) {
+        memset(buffer->bytes, 0, piece.bytes); /* values before the entry's tokens: their weights are 0 */
         if (!tkvi_compute_piece(kv, id, record, head, part, buffer)) return TKV_ERR_NO_SOURCE;
     } else {
         if (store->read(store->user, piece.key, piece.at, buffer->bytes, piece.bytes + TKVI_OFFLOAD_CHECKSUM))
