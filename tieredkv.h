@@ -2059,7 +2059,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
  * and values are those of the text that it was read in. Named sinks go along, pins and states stay
- * behind. Reservations of src and dst end.
+ * behind. Reservations of src and dst end. The first tokens of an empty dst are sinks only if they are sinks of src: a
+ * copy that begins later has none, unless tkv_seq_set_sinks names some.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
@@ -31758,14 +31759,18 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int first = tkvi_first_to_expire(kv, layer, list, ids);
-    int i, lowest = TKVI_FOREVER, oldest = list->len;
+    int i, lowest = TKVI_FOREVER, oldest = list->len,
+           is_here = 0; /* 1: the first query's token is in the list */
     if (!window) return 0;
-    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--) {
+        is_here |= tkvi_block_start(kv, ids, i - 1) <= query;
         if (tkvi_block_start(kv, ids, i - 1) < query + n)
             lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
                                           kv->pool.entry[ids[i - 1]].shift);
+    }
     lowest -= window - 1;
     if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
+    if (!is_here && query < list->expired) return list->expired - 1;
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)

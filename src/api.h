@@ -872,7 +872,8 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
  * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
  * and values are those of the text that it was read in. Named sinks go along, pins and states stay
- * behind. Reservations of src and dst end.
+ * behind. Reservations of src and dst end. The first tokens of an empty dst are sinks only if they are sinks of src: a
+ * copy that begins later has none, unless tkv_seq_set_sinks names some.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors

@@ -115,14 +115,18 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int first = tkvi_first_to_expire(kv, layer, list, ids);
-    int i, lowest = TKVI_FOREVER, oldest = list->len;
+    int i, lowest = TKVI_FOREVER, oldest = list->len,
+           is_here = 0; /* 1: the first query's token is in the list */
     if (!window) return 0;
-    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--) {
+        is_here |= tkvi_block_start(kv, ids, i - 1) <= query;
         if (tkvi_block_start(kv, ids, i - 1) < query + n)
             lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
                                           kv->pool.entry[ids[i - 1]].shift);
+    }
     lowest -= window - 1;
     if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
+    if (!is_here && query < list->expired) return list->expired - 1;
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
