@@ -71,7 +71,7 @@ static uint8_t image[1 << 18]; /* written by tkv_save_calibration */
 static tkv_rng rng;
 static int in_place, remat_step, exact_only;
 static struct layer_shape { /* of each layer; rows: K or V of a token, all heads */
-    int heads, kv_heads, dim, v_dim, k_row, v_row;
+    int heads, kv_heads, dim, v_dim, k_row, v_row, v_in_k;
 } shape[LAYERS];
 static int fail_at_row; /* n: the n-th call of compute_rows from now on fails; 0: none */
 static int format_row;  /* index of formats[] */
@@ -180,6 +180,10 @@ static void append_to_model(int seq, int layer, int first, int n, const int *pos
            (size_t)(n * shape[layer].k_row) * sizeof(float));
     memcpy(s->v + s->len * shape[layer].v_row, v_in + first * shape[layer].v_row,
            (size_t)(n * shape[layer].v_row) * sizeof(float));
+    for (i = 0; i < n * shape[layer].kv_heads && shape[layer].v_in_k; i++)
+        memcpy(s->v + s->len * shape[layer].v_row + i * shape[layer].v_dim,
+               s->k + s->len * shape[layer].k_row + i * shape[layer].dim,
+               (size_t)shape[layer].v_dim * sizeof(float));
     CHECK_EQ(tkv_get_positions(kv, seq, layer, s->len, n, s->position + s->len), TKV_OK);
     if (n && s->len && !has_bit(s->evicted_mask, s->len - 1) && !positions)
         CHECK_EQ(s->position[s->len], s->position[s->len - 1] + 1);
@@ -191,24 +195,28 @@ static void append_to_model(int seq, int layer, int first, int n, const int *pos
     s->len += n;
 }
 
-/* A key of the model at its present position. */
-static const float *moved_key(const model_sequence *s, int token, float *out) {
-    const tkv_rope *own = &cfg.layers[(s - &model[0][0]) % LAYERS].rope,
-                   *rope = own->dim ? own : &cfg.model.rope;
-    const struct layer_shape *l = &shape[(s - &model[0][0]) % LAYERS];
-    const int dim = l->dim, pairs = rope->dim / 2; /* TKV_OFF / 2 is 0 */
+/* Rotates a key of a layer, all heads, as RoPE does for a number of positions. */
+static void rotate_key(int layer, int positions, float *key) {
+    const tkv_rope *own = &cfg.layers[layer].rope, *rope = own->dim ? own : &cfg.model.rope;
+    const int pairs = rope->dim / 2; /* TKV_OFF / 2 is 0 */
     const int step = rope->interleaved ? 2 : 1, apart = rope->interleaved ? 1 : pairs;
     int h, j;
-    memcpy(out, s->k + token * l->k_row, (size_t)l->k_row * sizeof *out);
-    for (h = 0; h < l->kv_heads && s->turned[token]; h++)
+    for (h = 0; h < shape[layer].kv_heads && positions; h++)
         for (j = 0; j < pairs; j++) {
             const double base = rope->base > 0.0f ? (double)rope->base : 10000.0;
-            const double angle = s->turned[token] * pow(base, -(double)j / pairs);
-            float *x = out + h * dim + j * step;
+            const double angle = positions * pow(base, -(double)j / pairs);
+            float *x = key + h * shape[layer].dim + rope->first + j * step;
             const double a = x[0], b = x[apart];
             x[0] = (float)(a * cos(angle) - b * sin(angle));
             x[apart] = (float)(b * cos(angle) + a * sin(angle));
         }
+}
+
+/* A key of the model at its present position. */
+static const float *moved_key(const model_sequence *s, int token, float *out) {
+    const int layer = (int)(s - &model[0][0]) % LAYERS, row = shape[layer].k_row;
+    memcpy(out, s->k + token * row, (size_t)row * sizeof *out);
+    rotate_key(layer, s->turned[token], out);
     return out;
 }
 
@@ -280,6 +288,19 @@ static double relative_error(const float *x, const float *y, int n) {
         sum_sq += (double)y[i] * (double)y[i];
     }
     return err_sq / (sum_sq > 0.25 * n ? sum_sq : 0.25 * n);
+}
+
+/* 1 if V of a token is the first channels of its key as appended: the key as read, turned back. */
+static int is_v_in_k(int layer, int turned, const float *k, const float *v) {
+    const struct layer_shape *l = &shape[layer];
+    float key[MAX_ROW];
+    int h, same = 1;
+    memcpy(key, k, (size_t)l->k_row * sizeof *key);
+    rotate_key(layer, -turned, key);
+    for (h = 0; h < l->kv_heads; h++, v += l->v_dim)
+        same &= turned ? relative_error(key + h * l->dim, v, l->v_dim) < 1e-9
+                       : memcmp(key + h * l->dim, v, (size_t)l->v_dim * sizeof *v) == 0;
+    return same;
 }
 
 static void check_layer(int seq, int layer) {
@@ -364,12 +385,17 @@ static void check_layer(int seq, int layer) {
                 memcmp(v, s->v + j * shape[layer].v_row, (size_t)shape[layer].v_row * sizeof *v) == 0;
             now.values[seq][layer][j] =
                 hash_values(hash_values(1, k, shape[layer].k_row), v, shape[layer].v_row);
+            if (shape[layer].v_in_k)
+                CHECK_MSG(is_v_in_k(layer, s->turned[j], k, v),
+                          "sequence %d, layer %d: V of token %d is not inside its K", seq, layer, j);
             if (same) continue;
             CHECK_MSG(tier[j] != TKV_TIER_HOT && state[j] == LIVE && j < s->exact_from && !exact_only,
                       "sequence %d, layer %d: exact token %d changed", seq, layer, j);
             {
                 const double a = relative_error(k, moved_key(s, j, want), shape[layer].k_row),
-                             b = relative_error(v, s->v + j * shape[layer].v_row, shape[layer].v_row);
+                             b = shape[layer].v_in_k /* no error of its own */
+                                     ? 0.0
+                                     : relative_error(v, s->v + j * shape[layer].v_row, shape[layer].v_row);
                 const double e = a > b ? a : b;
                 CHECK_MSG(e <= token_bound, "sequence %d, layer %d: token %d is off by %.3f and %.3f", seq,
                           layer, j, a, b);
@@ -494,6 +520,9 @@ static tkv_status append_somehow(const tkv_append_params *p) {
     return st;
 }
 
+/* V of an append: where V is inside K, other values that the cache must not read, or NULL. */
+static const float *choose_v_in(int layer) { return shape[layer].v_in_k && rand_below(2) ? NULL : v_in; }
+
 static tkv_append_params append_params_of(int seq, int layer, int n) {
     tkv_append_params p;
     memset(&p, 0, sizeof p);
@@ -501,7 +530,7 @@ static tkv_append_params append_params_of(int seq, int layer, int n) {
     p.layer = layer;
     p.n = n;
     p.k = k_in;
-    p.v = v_in;
+    p.v = choose_v_in(layer);
     return p;
 }
 
@@ -573,7 +602,7 @@ static tkv_status call_append_batch(int seq, int layer) {
     p.batch = rows;
     p.n_batch = SEQS;
     p.k = k_in;
-    p.v = v_in;
+    p.v = choose_v_in(layer);
     allow_reclaim(seq);
     for (s = 0; s < SEQS; s++)
         if (cfg.evict.keep_tokens && !in_step[s]) call.may_evict[s] = 1;
@@ -1234,13 +1263,13 @@ static tkv_status call_discard(int seq, int layer) {
 static tkv_status restore_tokens(int seq, int layer, int start, int n) {
     const model_sequence *s = &model[seq][layer];
     return tkv_restore(kv, seq, layer, start, s->k + start * shape[layer].k_row,
-                       s->v + start * shape[layer].v_row, n);
+                       shape[layer].v_in_k ? NULL : s->v + start * shape[layer].v_row, n);
 }
 
 static tkv_status call_restore(int seq, int layer) {
     model_sequence *s = &model[seq][layer];
     int start = 0, n = 0, bad;
-    float keep = 0.0f;
+    float keep = 0.0f, *value;
     tkv_status st;
     CHECK_EQ(tkv_seq_find_discarded(kv, seq, &start, &n), TKV_OK);
     CHECK_EQ(n > 0, has_discarded_tokens(seq) > 0);
@@ -1248,14 +1277,13 @@ static tkv_status call_restore(int seq, int layer) {
     if (rand_below(2)) n = min_of(n, BLOCK * (1 + rand_below(3)));
     if (start + n > s->len) return TKV_OK;
     bad = n && rand_below(12) == 0;
-    if (bad)
-        keep = s->v[start * shape[layer].v_row],
-        s->v[start * shape[layer].v_row] = tkv_test_float(0x7f800000u);
+    value = shape[layer].v_in_k ? s->k + start * shape[layer].k_row : s->v + start * shape[layer].v_row;
+    if (bad) keep = *value, *value = tkv_test_float(0x7f800000u);
     allow_reclaim(seq);
     call.may_restore[seq] = 1;
     sprintf(call.text, "restore %d from %d on in sequence %d, layer %d", n, start, seq, layer);
     st = restore_tokens(seq, layer, start, n);
-    if (bad) s->v[start * shape[layer].v_row] = keep;
+    if (bad) *value = keep;
     if (st == TKV_ERR_NONFINITE) CHECK(bad);
     return st;
 }
@@ -1455,6 +1483,7 @@ static int compute_rows(void *user, int seq, int layer, int head, const int *pos
         store.n_failed++;
         return 1;
     }
+    CHECK(!v || !shape[layer].v_in_k);
     for (t = 0; t < n; t++) {
         if (k)
             memcpy(k + t * dim, s->k + positions[t] * shape[layer].k_row + head * dim,
@@ -1493,6 +1522,28 @@ static void choose_layer_shape(tkv_layer_config *c, uint64_t seed) {
     mean_bound *= 1.5; /* a scale of SUBSPACE formats is for more channels */
 }
 
+/* V inside K in one layer, or in both, with formats that hold it. No random number, as above. */
+static void choose_v_in_k(tkv_layer_config *layers, uint64_t seed) {
+    static const tkv_format instead[] = {TKV_A40, TKV_KIVI4, TKV_Q8, TKV_BF16};
+    const tkv_format warm = formats[format_row].warm.k;
+    const int one = (int)(seed / 3 % LAYERS);
+    int i;
+    cfg.model.v_in_k = seed % 3 != 2;
+    if (seed % 3) layers[one].v_in_k = cfg.model.v_in_k ? TKV_OFF : 1;
+    for (i = 0; i < LAYERS; i++) {
+        tkv_layer_config *c = &layers[i];
+        const int dim = c->head_dim ? c->head_dim : cfg.model.head_dim;
+        if (c->v_in_k == TKV_OFF || (!c->v_in_k && !cfg.model.v_in_k)) continue;
+        if (seed % 4 || c->v_head_dim > dim) c->v_head_dim = 1 + (int)(seed * 11 % (uint64_t)dim);
+        if (c->rope.dim > 0) c->rope.first = dim - c->rope.dim;
+        if (warm != TKV_KVQUANT4 && warm != TKV_INT8 && warm != TKV_SQUAT4) continue;
+        c->warm.k = instead[seed % 4];
+        c->archive.k = c->warm.k == TKV_A40 ? TKV_A30 : c->warm.k;
+        token_bound = formats[FORMAT_ROWS].token;
+        mean_bound = formats[FORMAT_ROWS].mean;
+    }
+}
+
 /* Fills in shape[] by the rules of api.h. */
 static void set_shape(int layer, const tkv_layer_config *c) {
     struct layer_shape *l = &shape[layer];
@@ -1503,6 +1554,7 @@ static void set_shape(int layer, const tkv_layer_config *c) {
                : c->head_dim          ? c->head_dim
                : cfg.model.v_head_dim ? cfg.model.v_head_dim
                                       : cfg.model.head_dim;
+    l->v_in_k = (c->v_in_k ? c->v_in_k : cfg.model.v_in_k) == 1;
     l->k_row = l->kv_heads * l->dim;
     l->v_row = l->kv_heads * l->v_dim;
     if (l->k_row > MAX_ROW || l->v_row > MAX_ROW || l->heads > MAX_HEADS) exit(2);
@@ -1563,6 +1615,7 @@ static void choose_config(uint64_t seed) {
         layers[(seed + 1) % LAYERS].rope.interleaved = 1;
     }
     if (seed % 4 == 2) choose_layer_shape(&layers[seed / 4 % LAYERS], seed / 4);
+    if (seed % 7 < 2) choose_v_in_k(layers, seed / 7);
     for (i = 0; i < LAYERS; i++) set_shape(i, &layers[i]);
     cfg.layers = layers;
     if (rand_below(4) == 0) cfg.host.parallel_for = run_backwards;
