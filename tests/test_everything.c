@@ -502,21 +502,25 @@ static void allow_reclaim(int used) {
     }
 }
 
-/* Appends as a whole or as parts. The parts run in a falling order. */
+/* Appends as a whole or as parts. The parts run in a random order. */
 static tkv_status append_somehow(const tkv_append_params *p) {
+    static const int counts[] = {1, 2, 3, 7, 20};
     static unsigned char space[1 << 20];
-    const int n_parts = rand_below(3) ? 0 : 1 + rand_below(20);
+    const int n_parts = rand_below(3) ? 0 : counts[rand_below(COUNT(counts))];
+    int order[20], i;
     size_t bytes = 0;
     tkv_status st = TKV_OK;
-    int i;
     if (!n_parts) return tkv_append_ex(kv, p);
     CHECK_EQ(tkv_get_append_bytes(kv, p, &bytes), TKV_OK);
-    CHECK_LE(bytes, sizeof space);
+    CHECK_LE(bytes + 1, sizeof space);
     memset(space, 0, 128);
-    for (i = n_parts; i-- > 0;) {
-        CHECK_EQ(st, TKV_OK);
-        st = tkv_append_part(kv, p, i, n_parts, space, bytes);
+    space[bytes] = 0xa5;
+    fill_random_order(&rng, order, n_parts);
+    for (i = 0; i < n_parts; i++) {
+        CHECK_EQ(st, TKV_OK); /* the last part has the status of the append */
+        st = tkv_append_part(kv, p, order[i], n_parts, space, bytes);
     }
+    CHECK(is_zero(space, 128) && space[bytes] == 0xa5);
     return st;
 }
 
@@ -1156,14 +1160,28 @@ static tkv_status call_pin(int seq, int layer) {
     return st;
 }
 
+/* An index at which all layers have an exact token, if a few tries find one. */
+static int choose_exact_token(int seq) {
+    int tries, l, at = 0, n_exact = 0;
+    for (tries = 0; tries < 8 && n_exact < LAYERS; tries++) {
+        at = rand_below(min_len(seq) + 1);
+        for (l = n_exact = 0; l < LAYERS && at < min_len(seq); l++) {
+            uint8_t tier = TKV_TOKEN_GONE;
+            CHECK_EQ(tkv_get_tiers(kv, seq, l, at, 1, &tier), TKV_OK);
+            n_exact += tier == TKV_TIER_HOT;
+        }
+    }
+    return at;
+}
+
 /* Few tokens, because each keeps a block exact. */
 static tkv_status call_set_sinks(int seq, int layer) {
     const int on = rand_below(3) != 0, n = on ? 1 + rand_below(3) : rand_below(200);
-    const int len = max_len(seq),
-              start = rand_below(4) ? max_of(0, len - 1 - rand_below(80)) : rand_below(len + 2);
+    const int start = rand_below(4) ? choose_exact_token(seq) : rand_below(max_len(seq) + 2);
     int l, i, n_missing = 0, n_coded = 0;
     tkv_status st;
     (void)layer;
+    if (min_len(seq) == 0 && rand_below(4)) return TKV_OK;
     sprintf(call.text, "%s %d sinks from %d on in sequence %d", on ? "name" : "forget", n, start, seq);
     for (l = 0; l < LAYERS; l++)
         for (i = start; i < start + n; i++) {
@@ -1402,7 +1420,7 @@ static const struct {
     {"evict", 25, EVICTION, call_evict, ERR(STATE) | ERR(CONFIG) | ERR(NONFINITE)},
     {"evict named", 25, EVICTION, call_evict_named, ERR(STATE)},
     {"pin", 20, EVICTION, call_pin, ERR(STATE)},
-    {"set sinks", 30, 0, call_set_sinks, ERR(STATE) | ERR(RANGE) | ERR(NO_SOURCE) | ERR(UNSUPPORTED)},
+    {"set sinks", 45, 0, call_set_sinks, ERR(STATE) | ERR(RANGE) | ERR(NO_SOURCE) | ERR(UNSUPPORTED)},
     {"importance", 30, 0, call_importance, ERR(CONFIG) | ERR(NONFINITE)},
     {"offload", 40, STORE, call_offload, ERR(IO) | ERR(ARG)},
     {"promote", 40, STORE, call_promote, MEMORY_ERRORS | ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE)},
