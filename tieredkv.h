@@ -23187,10 +23187,12 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
 }
 
 /* Can blocks ever reach this tier? If not, its format needs no table. A flush can empty the hot tier, unless that
- * tier holds all tokens. */
+ * tier holds all tokens. A cache created with a budget archives blocks of any age when that is short
+ * (call.recodes_young). */
 static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
     if (tier != TKV_TIER_HOT && r->hot == TKVI_FOREVER) return 0;
-    return tier != TKV_TIER_ARCHIVE || r->warm < cfg->limits.max_tokens;
+    if (tier != TKV_TIER_ARCHIVE) return 1;
+    return r->warm < (cfg->budget.bytes ? TKVI_FOREVER : cfg->limits.max_tokens);
 }
 
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
@@ -29570,6 +29572,7 @@ static void tkvi_copy_prepared(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi_recoding *r) {
     tkvi_prepared *p = kv->work.prepared;
     int i;
+    TKVI_ASSERT(!tkvi_formats[r->to->pair.k].shared || r->to->record->k.order); /* of a table */
     for (i = 0; TKVI_HAS_APPEND_PARTS && p && i < p->n; i++) {
         tkvi_prepared_block *b = &p->block[i];
         if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to ||

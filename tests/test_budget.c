@@ -917,6 +917,34 @@ TEST(config_names_the_wrong_field) {
     CHECK_EQ(tkv_get_budget(NULL, NULL), TKV_ERR_ARG);
 }
 
+/* Sequences that end before the age of the archive reach it under pressure. Their codes need tables as well: without
+ * one, heads of 12 channels overlapped. */
+TEST(short_sequences_are_archived) {
+    enum { N = 96, SMALL_ROW = KV_HEADS * 12 };
+    tkv_config cfg = make_sized_config(2, KV_HEADS, KV_HEADS, 12, SEQS, N);
+    tkv_cache *kv;
+    tkv_layer_info info;
+    int i, seq, layer, n_wrong = 0;
+    cfg.limits.max_tokens = 4 * N;
+    cfg.budget.bytes = 200000;
+    kv = create_cache(&cfg);
+    for (i = 0; i < SEQS * 4 * 2; i++) {
+        fill_inputs(N);
+        CHECK_EQ(tkv_append(kv, i / 8, i % 2, k_in, v_in, N), TKV_OK);
+    }
+    CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+    CHECK(info.blocks[TKV_TIER_ARCHIVE] > 0);
+    check_cache(kv);
+    for (seq = 0; seq < SEQS; seq++)
+        for (layer = 0; layer < 2; layer++) {
+            CHECK_EQ(tkv_read(kv, seq, layer, 0, 4 * N, k_out, v_out), TKV_OK);
+            for (i = 0; i < 4 * N * SMALL_ROW; i++)
+                n_wrong += fabs((double)k_out[i]) > 20.0 || fabs((double)v_out[i]) > 20.0;
+        }
+    CHECK_EQ(n_wrong, 0);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(11);
@@ -941,5 +969,6 @@ int main(int argc, char **argv) {
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);
     RUN(config_names_the_wrong_field);
+    RUN(short_sequences_are_archived);
     return tkv_test_end();
 }

@@ -739,10 +739,12 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
 }
 
 /* Can blocks ever reach this tier? If not, its format needs no table. A flush can empty the hot tier, unless that
- * tier holds all tokens. */
+ * tier holds all tokens. A cache created with a budget archives blocks of any age when that is short
+ * (call.recodes_young). */
 static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier) {
     if (tier != TKV_TIER_HOT && r->hot == TKVI_FOREVER) return 0;
-    return tier != TKV_TIER_ARCHIVE || r->warm < cfg->limits.max_tokens;
+    if (tier != TKV_TIER_ARCHIVE) return 1;
+    return r->warm < (cfg->budget.bytes ? TKVI_FOREVER : cfg->limits.max_tokens);
 }
 
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */

@@ -123,6 +123,7 @@ static void tkvi_copy_prepared(void *ctx, const uint8_t *src, uint8_t *dst) {
 static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi_recoding *r) {
     tkvi_prepared *p = kv->work.prepared;
     int i;
+    TKVI_ASSERT(!tkvi_formats[r->to->pair.k].shared || r->to->record->k.order); /* of a table */
     for (i = 0; TKVI_HAS_APPEND_PARTS && p && i < p->n; i++) {
         tkvi_prepared_block *b = &p->block[i];
         if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to ||
