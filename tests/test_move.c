@@ -2050,6 +2050,33 @@ TEST(slides_leave_tokens_in_each_layer) {
     tkv_destroy(kv);
 }
 
+/* All tokens that a cut leaves had been evicted: there is no block, and a query that gives scores sees no key. */
+TEST(nothing_is_left_of_moved_tokens) {
+    const uint64_t victims = ~(uint64_t)0;
+    static const float zeros[2 * KV_HEADS * V_DIM];
+    float q[2 * KV_HEADS * DIM] = {1.0f}, out[2 * KV_HEADS * V_DIM], lse[2 * KV_HEADS], scores[60];
+    tkv_config cfg = make_move_config(1);
+    tkv_attend_params p;
+    tkv_cache *kv;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 200, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 5), TKV_OK);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, &victims, 64), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 60), TKV_OK);
+    CHECK_EQ(n_layer_blocks(kv, 0, 0), 0);
+    memset(&p, 0, sizeof p);
+    p.n = 1;
+    p.q = q;
+    p.out = out;
+    p.lse = lse;
+    p.scores = scores;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    CHECK_MEM(out, zeros, sizeof zeros);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -2104,5 +2131,6 @@ int main(int argc, char **argv) {
     RUN(anchors_allow_keeping_tokens_in_a_row);
     RUN(slides_leave_tokens_in_each_layer);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);
+    RUN(nothing_is_left_of_moved_tokens);
     return tkv_test_end();
 }

@@ -1064,10 +1064,10 @@ static void *tkvi_observer_state(tkvi_observers *o, int i) {
  * pass, before tkvi_finish; NULL if they are not known. */
 static void tkvi_observers_begin(tkvi_observers *o, tkvi_queries *q, const tkvi_sums *sums) {
     const tkvi_work_tile *u = o->view.tile;
-    const uint32_t oldest = u->list->n ? u->ids[tkvi_min(u->list->sinks, u->list->n - 1)] : 0;
+    const int oldest = tkvi_min(u->list->sinks, u->list->n - 1); /* -1: all tokens were evicted */
     int i;
     if (TKVI_HAS_MOVES && u->call->plain)
-        tkvi_show_queries(u, q, u->call->kv->pool.entry[oldest].turned, NULL);
+        tkvi_show_queries(u, q, oldest < 0 ? 0 : u->call->kv->pool.entry[u->ids[oldest]].turned, NULL);
     o->view.q = q->q;
     o->view.q_stride = u->k_pad;
     o->view.sums = sums;
