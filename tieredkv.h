@@ -53,7 +53,7 @@
  *   These things are not possible today:
  *     - A sequence cannot be saved or loaded.
  *     - A head has at most 576 channels. The cache stores them padded to a multiple of 16. Heads of more than 256
- *       channels have no SQUAT formats, no blocks outside RAM, and no kernels for chunks of prompts.
+ *       channels have no SQUAT formats, and no blocks outside RAM.
  *
  *
  * 2. COMPILE IT ONCE
@@ -22838,8 +22838,8 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
                                      owner, reason, size);
         if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
         if (st) return st;
-        if (!tkvi_has_own_rope(c) &&
-            (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
+        if (!tkvi_has_own_rope(c) && (c->rope.interleaved || c->rope.first || c->rope.base > 0.0f ||
+                                      c->rope.scale > 0.0f || c->rope.frequencies))
             return tkvi_bad_in(reason, size, owner, "rope.dim", c->rope.dim,
                                "it must be set where another field of rope is; a layer takes all or none of "
                                "model.rope");
@@ -23540,8 +23540,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         wrong = tkvi_find_too_wide(shape, &channels);
         if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
         if (tkvi_find_without_v(shape))
-            return tkvi_bad(reason, size, "v_in_k", 1,
-                            "formats of K must be F32, F16, BF16, Q8, KIVI or A where V is inside K");
+            return tkvi_bad(
+                reason, size, "v_in_k", 1,
+                "formats of K in all tiers and layers of it must be F32, F16, BF16, Q8, KIVI or A; "
+                "those of V are not used");
     }
     if (!st && shape->needs_rope) {
         const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);

@@ -51,7 +51,7 @@
  *   These things are not possible today:
  *     - A sequence cannot be saved or loaded.
  *     - A head has at most 576 channels. The cache stores them padded to a multiple of 16. Heads of more than 256
- *       channels have no SQUAT formats, no blocks outside RAM, and no kernels for chunks of prompts.
+ *       channels have no SQUAT formats, and no blocks outside RAM.
  *
  *
  * 2. COMPILE IT ONCE

@@ -341,6 +341,7 @@ TEST(allocation_weighs_the_use_of_v) {
 TEST(moves_turn_the_last_channels) {
     const shape *s = &shapes[1];
     tkv_config cfg = config_of(s, TKV_F32);
+    tkv_layer_config layer;
     tkv_cache *kv, *moved;
     int t;
     cfg.model.rope.dim = 64;
@@ -374,6 +375,12 @@ TEST(moves_turn_the_last_channels) {
     cfg.model.rope.dim = 64;
     cfg.model.rope.first = 513;
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_ERR_CONFIG);
+    cfg.model.rope.first = 512;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK);
+    memset(&layer, 0, sizeof layer);
+    layer.rope.first = 16; /* a layer takes all of the model's RoPE, or has its own */
+    cfg.layers = &layer;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
     cfg = make_sized_config(1, 4, 1, 96, 1, TOKENS);
     cfg.model.rope.dim = 32;
     cfg.model.rope.first = 64;
@@ -476,7 +483,10 @@ TEST(texts_and_calibrations_know_it) {
     tkv_destroy(kv);
     cfg = config_of(s, TKV_INT8);
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    CHECK_STR(reason, "v_in_k is 1; formats of K must be F32, F16, BF16, Q8, KIVI or A where V is inside K");
+    CHECK_STR(
+        reason,
+        "v_in_k is 1; formats of K in all tiers and layers of it must be F32, F16, BF16, Q8, KIVI or A; "
+        "those of V are not used");
     cfg = config_of(s, TKV_A30);
     cfg.model.v_head_dim = s->dim + 1;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);

@@ -390,8 +390,8 @@ static tkv_status tkvi_validate_layers(const tkv_config *cfg, char *reason, size
                                      owner, reason, size);
         if (!st) st = tkvi_validate_geometry(cfg, i, owner, reason, size);
         if (st) return st;
-        if (!tkvi_has_own_rope(c) &&
-            (c->rope.interleaved || c->rope.base > 0.0f || c->rope.scale > 0.0f || c->rope.frequencies))
+        if (!tkvi_has_own_rope(c) && (c->rope.interleaved || c->rope.first || c->rope.base > 0.0f ||
+                                      c->rope.scale > 0.0f || c->rope.frequencies))
             return tkvi_bad_in(reason, size, owner, "rope.dim", c->rope.dim,
                                "it must be set where another field of rope is; a layer takes all or none of "
                                "model.rope");
@@ -1092,8 +1092,10 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         wrong = tkvi_find_too_wide(shape, &channels);
         if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
         if (tkvi_find_without_v(shape))
-            return tkvi_bad(reason, size, "v_in_k", 1,
-                            "formats of K must be F32, F16, BF16, Q8, KIVI or A where V is inside K");
+            return tkvi_bad(
+                reason, size, "v_in_k", 1,
+                "formats of K in all tiers and layers of it must be F32, F16, BF16, Q8, KIVI or A; "
+                "those of V are not used");
     }
     if (!st && shape->needs_rope) {
         const tkv_rope *rope = tkvi_rope_of_layer(cfg, shape->needs_rope_layer);
