@@ -31729,6 +31729,9 @@ typedef struct tkvi_call {
     unsigned want_far;                       /* those that want far_attention */
 } tkvi_call;
 
+/* 1 if the call has prefill kernels. */
+static int tkvi_has_prefill(const tkvi_call *c) { return TKVI_HAS_PREFILL && c->many; }
+
 /* Errors with blocks outside RAM. Tasks then skip their remaining work, and the call fails. */
 typedef enum tkvi_failure { TKVI_FAILED_IO = 1, TKVI_FAILED_DATA = 2, TKVI_FAILED_ROWS = 4 } tkvi_failure;
 
@@ -33532,7 +33535,7 @@ static void tkvi_share_consumers(tkvi_work *w, int serial) {
     const tkvi_call *c = w->call;
     w->by_tile = c->observing[TKVI_OBSERVES_QUERIES] | c->observing[TKVI_OBSERVES_TILE];
     w->by_range = c->observing[TKVI_OBSERVES_CALL];
-    if (w->parts && !c->many) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
+    if (w->parts && !tkvi_has_prefill(c)) w->by_range |= c->observing[TKVI_OBSERVES_BLOCKS];
     else w->by_tile |= c->observing[TKVI_OBSERVES_BLOCKS];
     if (!serial) return;
     w->by_tile |= w->by_range;
@@ -33565,12 +33568,12 @@ static tkv_status tkvi_plan_work(tkv_cache *kv, const tkv_attend_params *p,
     for (i = 0; i < c->n_rows; i++)
         w->longest = tkvi_max(w->longest, tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer)->n);
     if (c->plan->geometry.v_in_k) tkvi_take_prefill(c);
-    if (c->many) /* a split of 16 rows costs a merge of as many outputs */
+    if (tkvi_has_prefill(c)) /* a split of 16 rows costs a merge of as many outputs */
         c->most_splits = tkvi_max(
             1, tkvi_min(c->most_splits, TKVI_FEW_WORK_TILES / tkvi_max(1, tkvi_count_work_tiles(c))));
     w->n_chunks = tkvi_min(c->most_splits, (w->longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
     w->few = tkvi_has_few(w);
-    if (!w->few && !c->many) tkvi_take_prefill(c);
+    if (!w->few && !tkvi_has_prefill(c)) tkvi_take_prefill(c);
     w->n_units = tkvi_count_work_tiles(c);
     return TKV_OK;
 }
@@ -33585,8 +33588,8 @@ static void tkvi_clear_scores(const tkvi_call *c) {
 /* The tasks of the first pass: returns their number. n_threads: that share them, about. */
 static int tkvi_first_pass(tkvi_work *w, int n_threads, tkv_task *task) {
     const int n_splits = w->parts ? w->n_chunks : 1;
-    *task = w->call->many ? tkvi_run_prefill : w->parts ? tkvi_run_split : tkvi_run_work_tile;
-    if (!w->call->many) return w->n_units * n_splits;
+    *task = tkvi_has_prefill(w->call) ? tkvi_run_prefill : w->parts ? tkvi_run_split : tkvi_run_work_tile;
+    if (!tkvi_has_prefill(w->call)) return w->n_units * n_splits;
     w->n_together = tkvi_n_together(w, n_threads);
     return tkvi_count_tasks(w->call, w->n_together) * n_splits;
 }
@@ -33595,7 +33598,8 @@ static int tkvi_first_pass(tkvi_work *w, int n_threads, tkv_task *task) {
  * status. */
 static tkv_status tkvi_end_work(tkvi_work *w, int together) {
     const tkvi_call *c = w->call;
-    if (w->parts) tkvi_run(w, 0, w->n_units, 0, c->many ? tkvi_run_prefill_merge : tkvi_run_work_tile);
+    if (w->parts)
+        tkvi_run(w, 0, w->n_units, 0, tkvi_has_prefill(c) ? tkvi_run_prefill_merge : tkvi_run_work_tile);
     if (!*c->failed && tkvi_any_sampled(w))
         tkvi_run(w, 0, (w->longest + TKVI_RANGE_BLOCKS - 1) / TKVI_RANGE_BLOCKS, together, tkvi_run_range);
     if (*c->failed & TKVI_FAILED_IO) return TKV_ERR_IO;
@@ -33630,7 +33634,8 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
 /* Bytes of the workspace: room to align it, its head, and the sums of splits. */
 static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
     const int v_pad = w->call->plan->geometry.v_pad;
-    const size_t n = w->call->many ? tkvi_prefill_split_floats(w->call) : (size_t)TKVI_SUMS_FLOATS(v_pad);
+    const size_t n =
+        tkvi_has_prefill(w->call) ? tkvi_prefill_split_floats(w->call) : (size_t)TKVI_SUMS_FLOATS(v_pad);
     return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * n * sizeof(float) : 0);
 }
 
