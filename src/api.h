@@ -892,7 +892,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * are: their rows are copied. So nothing is left of the others, as if they had never been appended. States behind
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
- * Errors, no token changed:
+ * Errors, no token changed (but a full budget may first code tokens, and evict those of other sequences):
  *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction; or a fork shares it;
  *                   or a step is open
  *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
