@@ -92,7 +92,7 @@ typedef struct model_layer {
     int len, step_len, exact_from; /* exact_from: tokens from here on were appended last */
     uint32_t id[LONGEST];
     int position[LONGEST], turned[LONGEST];
-    uint8_t state[LONGEST], is_pinned[LONGEST];
+    uint8_t state[LONGEST], is_pinned[LONGEST], is_sink[LONGEST]; /* is_sink: 1 for named sinks */
 } model_layer;
 
 static model_layer model[SEQS][2];
@@ -123,6 +123,18 @@ static int min_len(int seq) { return min_of(model[seq][0].len, model[seq][1].len
 static int max_len(int seq) { return max_of(model[seq][0].len, model[seq][1].len); }
 static int window_of(int layer) { return cfg.model.window ? cfg.model.window : layer_cfg[layer].window; }
 
+/* 1 if V of a layer is the first channels of its K. */
+static int has_v_in_k(int layer) {
+    return (layer_cfg[layer].v_in_k ? layer_cfg[layer].v_in_k : cfg.model.v_in_k) == 1;
+}
+
+/* 1 if queries of a layer see sinks beyond their window. */
+static int has_window_sinks(int layer) { return cfg.model.window_sinks || layer_cfg[layer].window_sinks; }
+
+static int n_first_sinks(void) {
+    return cfg.tiers.sink_tokens == TKV_OFF ? 0 : cfg.tiers.sink_tokens ? cfg.tiers.sink_tokens : 4;
+}
+
 /* The layer that stores K and V of a layer; -1: it has none. */
 static int stored_layer(int layer) {
     if (layer < 0 || layer >= cfg.model.n_layers) return -1;
@@ -148,6 +160,12 @@ static void make_row(uint32_t id, int layer, int side, float *out) {
     const int n = side ? v_row : k_row;
     uint64_t u = 0;
     int i;
+    if (side && has_v_in_k(layer)) {
+        float k[MAX_ROW];
+        make_row(id, layer, 0, k);
+        for (i = 0; i < v_row; i++) out[i] = k[i / v_dim * cfg.model.head_dim + i % v_dim];
+        return;
+    }
     for (i = 0; i < n; i++) {
         u = i % 8 ? u >> 8 : tkv_rng_u64(&r);
         out[i] = (float)((int)(u & 255) - 128) / 64.0f;
@@ -164,7 +182,7 @@ static void make_moved_key(const model_layer *s, int layer, int token, float *ou
     for (h = 0; h < k_row; h += cfg.model.head_dim)
         for (j = 0; j < pairs; j++) {
             const double angle = s->turned[token] * pow(10000.0, -(double)j / pairs);
-            float *x = out + h + j * step, *y = x + apart;
+            float *x = out + h + rope->first + j * step, *y = x + apart;
             const double a = (double)*x, b = (double)*y;
             *x = (float)(a * cos(angle) - b * sin(angle));
             *y = (float)(b * cos(angle) + a * sin(angle));
@@ -192,7 +210,7 @@ static void append_to_model(int seq, int layer, uint32_t first_id, int n, const 
     CHECK_EQ(tkv_get_positions(kv, seq, layer, s->len, n, s->position + s->len), TKV_OK);
     for (i = s->len; i < s->len + n; i++) {
         s->id[i] = first_id + (uint32_t)(i - s->len);
-        s->turned[i] = s->is_pinned[i] = s->state[i] = 0;
+        s->turned[i] = s->is_pinned[i] = s->is_sink[i] = s->state[i] = 0;
         if (positions) CHECK_EQ(s->position[i], positions[i - s->len]);
         else if (i && (i > s->len || s->state[i - 1] == LIVE || s->state[i - 1] == DISCARDED))
             CHECK_EQ(s->position[i], s->position[i - 1] + 1);
@@ -214,7 +232,8 @@ static void record_event(void *user, const tkv_event *e) {
     for (i = 0; i < e->n; i++) {
         model_layer *s = &model[e->seq][e->layer];
         const int at = e->positions[i];
-        if (at < 0 || at >= s->len || s->state[at] == GONE || s->is_pinned[at]) call.n_wrong++;
+        if (at < 0 || at >= s->len || s->state[at] == GONE || s->is_pinned[at] || s->is_sink[at])
+            call.n_wrong++;
         else s->state[at] = GONE;
     }
 }
@@ -236,6 +255,7 @@ static int compute_rows(void *user, int seq, int layer, int head, const int *pos
             memcpy(k + t * cfg.model.head_dim, row + head * cfg.model.head_dim,
                    (size_t)cfg.model.head_dim * sizeof *k);
         make_row(id, layer, 1, row);
+        CHECK(!v || !has_v_in_k(layer));
         if (v) memcpy(v + t * v_dim, row + head * v_dim, (size_t)v_dim * sizeof *v);
     }
     return 0;
@@ -271,8 +291,10 @@ static void check_values(int seq, int layer, const uint8_t *tier) {
         for (j = i; j < i + n; j++) {
             const float *k = k_out + (j - i) * k_row, *v = v_out + (j - i) * v_row;
             float want_k[MAX_ROW], want_v[MAX_ROW];
-            int same;
+            int same, h;
             double e;
+            for (h = 0; h < k_row / cfg.model.head_dim && has_v_in_k(layer) && !s->turned[j]; h++)
+                CHECK_MEM(v + h * v_dim, k + h * cfg.model.head_dim, (size_t)v_dim * sizeof *v);
             make_moved_key(s, layer, j, want_k);
             make_row(s->id[j], layer, 1, want_v);
             same = memcmp(v, want_v, (size_t)v_row * sizeof *v) == 0 &&
@@ -299,7 +321,7 @@ static void check_layer(int seq, int layer, int with_values) {
     static uint8_t tier[LONGEST];
     static int positions[LONGEST];
     model_layer *s = &model[seq][layer];
-    int count[4] = {0, 0, 0, 0}, i, held;
+    int count[4] = {0, 0, 0, 0}, n_sinks = 0, i, held;
     tkv_layer_info info;
     CHECK_EQ(tkv_get_length(kv, seq, layer), s->len);
     if (tkv_test_.n_bad) return;
@@ -316,8 +338,14 @@ static void check_layer(int seq, int layer, int with_values) {
         if (was == GONE)
             CHECK_MSG(is == GONE, "sequence %d, layer %d: token %d, which is gone, is there", seq, layer, i);
         if (is == EXPIRED && was != EXPIRED)
-            CHECK_MSG(window_of(layer) && (i < s->len - window_of(layer) || has_moved[seq]),
+            CHECK_MSG(window_of(layer) && (i < s->len - window_of(layer) || has_moved[seq]) &&
+                          (!has_window_sinks(layer) || i >= n_first_sinks() || has_moved[seq]),
                       "sequence %d, layer %d: token %d of %d vanished", seq, layer, i, s->len);
+        if (s->is_sink[i])
+            CHECK_MSG(tier[i] == TKV_TIER_HOT ||
+                          (is == EXPIRED && window_of(layer) && !has_window_sinks(layer)),
+                      "sequence %d, layer %d: the named sink %d is in tier %d", seq, layer, i, tier[i]);
+        n_sinks += s->is_sink[i] && is == LIVE;
         if (was == EXPIRED)
             CHECK_MSG(is == EXPIRED, "sequence %d, layer %d: token %d, which had expired, is there", seq,
                       layer, i);
@@ -338,6 +366,7 @@ static void check_layer(int seq, int layer, int with_values) {
     CHECK_EQ(info.length, s->len);
     CHECK_EQ(held, count[LIVE]);
     CHECK_EQ(info.discarded, count[DISCARDED]);
+    CHECK_EQ(info.named_sinks, n_sinks);
     CHECK_EQ(held + info.discarded + info.expired + info.evicted, s->len);
     if (with_values && !tkv_test_.n_bad) check_values(seq, layer, tier);
 }
@@ -421,12 +450,49 @@ static int fill_input(int layer, int n) {
         make_row(next_id + (uint32_t)t, layer, 1, v_in + t * v_row);
     }
     if (what < 252 || n < 1) return 0;
-    if (what & 1) k_in[next_below(n * k_row)] = tkv_test_float(what & 2 ? 0x7fc00001u : 0xff800000u);
+    if (what & 1 || has_v_in_k(layer))
+        k_in[next_below(n * k_row)] = tkv_test_float(what & 2 ? 0x7fc00001u : 0xff800000u);
     else v_in[next_below(n * v_row)] = tkv_test_float(what & 2 ? 0x7fc00001u : 0x7f800000u);
     return 1;
 }
 
+/* V of an append. Where V is inside K, it may be NULL. */
+static const float *choose_v_in(int layer) {
+    return is_layer(layer) && has_v_in_k(layer) && next_byte() % 2 ? NULL : v_in;
+}
+
+/* Appends as a whole, or as parts, in a workspace of exactly the bytes that they need. Before them comes one with any
+ * number, of any number of parts, that changes nothing: it is wrong, or others would have to follow. */
+static tkv_status append_somehow(const tkv_append_params *p) {
+    const int how = next_byte(), was_hostile = call.is_hostile, offset = how % 64, n_parts = 1 + how % 20;
+    int part, n, i, short_by;
+    size_t bytes = 128; /* also of an append that will be refused */
+    uint8_t *space;
+    tkv_status st = TKV_OK;
+    if (how < 128) return tkv_append_ex(kv, p);
+    (void)tkv_get_append_bytes(kv, p, &bytes);
+    space = (uint8_t *)malloc(bytes + (size_t)offset);
+    if (!space) exit(2);
+    memset(space + offset, 0, 128);
+    part = choose_int(0, 4), n = choose_int(2, 6), short_by = next_byte() % 4 == 0;
+    call.is_hostile = was_hostile;
+    if (n != 1)
+        CHECK_EQ(tkv_append_part(kv, p, part, n, space + offset, bytes - (size_t)short_by),
+                 part < 0 || part >= n || n > 65536 ? TKV_ERR_ARG
+                 : short_by                         ? TKV_ERR_CAPACITY
+                                                    : TKV_OK);
+    memset(space + offset, 0, 128);
+    for (i = 0; i < n_parts; i++) {
+        CHECK_EQ(st, TKV_OK); /* the last part has the status of the append */
+        st = tkv_append_part(kv, p, i, n_parts, space + offset, bytes);
+    }
+    CHECK(is_zero(space + offset, 128));
+    free(space);
+    return st;
+}
+
 static tkv_status call_append(void) {
+    tkv_append_params p;
     const int seq = choose_seq(), layer = choose_layer(), n = choose_int(0, CHUNK);
     int bad, fits;
     tkv_status st;
@@ -438,7 +504,10 @@ static tkv_status call_append(void) {
     allow_reclaim(seq);
     fits = !call.must_fail && model[seq][layer].len + n <= reserved[seq] &&
            (!in_step[seq] || model[seq][layer].len - model[seq][layer].step_len + n <= CHUNK);
-    st = tkv_append(kv, seq, layer, k_in, v_in, n);
+    memset(&p, 0, sizeof p);
+    p.seq = seq, p.layer = layer, p.n = n;
+    p.k = k_in, p.v = choose_v_in(layer);
+    st = append_somehow(&p);
     if (fits) CHECK_MSG(st == TKV_OK, "%d, but it was reserved up to %d", (int)st, reserved[seq]);
     if (bad) CHECK(st != TKV_OK);
     if (st) return st;
@@ -469,7 +538,7 @@ static tkv_status append_to_all(int seq, int n) {
             make_row(next_id + (uint32_t)t, l, 0, k_in + t * k_row);
             make_row(next_id + (uint32_t)t, l, 1, v_in + t * v_row);
         }
-        st = tkv_append(kv, seq, l, k_in, v_in, some);
+        st = tkv_append(kv, seq, l, k_in, has_v_in_k(l) ? NULL : v_in, some);
         if (!st) append_to_model(seq, l, next_id, some, NULL);
         next_id += (uint32_t)some;
     }
@@ -533,9 +602,9 @@ static tkv_status call_append_at(void) {
     allow_reclaim(seq);
     memset(&p, 0, sizeof p);
     p.seq = seq, p.layer = layer, p.n = n;
-    p.k = k_in, p.v = v_in;
+    p.k = k_in, p.v = choose_v_in(layer);
     p.token_positions = positions;
-    st = tkv_append_ex(kv, &p);
+    st = append_somehow(&p);
     reserved[seq] = 0;
     if (st == TKV_ERR_RANGE && !call.must_fail) CHECK(window_of(layer));
     if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors);
@@ -583,6 +652,8 @@ static tkv_status call_append_batch(void) {
     p.n = rows[0].n;
     if (!one) p.batch = rows, p.n_batch = n_rows;
     (void)fill_input(0, 0);
+    memset(k_in, 0, sizeof k_in); /* all of it is converted below */
+    memset(v_in, 0, sizeof v_in);
     for (i = 0, n = 0; i < n_rows && i < SEQS && !call.must_fail; n += rows[i].n, i++) {
         int t;
         first_row[i] = how & 128 ? CHUNK * i + i : n;
@@ -601,6 +672,7 @@ static tkv_status call_append_batch(void) {
     p.k = how & 8 ? (const void *)k_half : k_in;
     p.v = how & 16 ? (const void *)v_half : v_in;
     if (how & 8) p.k_type = how & 4 ? TKV_TYPE_F16 : TKV_TYPE_BF16;
+    if (!choose_v_in(layer)) p.v = NULL;
     if (how & 16) p.v_type = how & 4 ? TKV_TYPE_F16 : TKV_TYPE_BF16;
     if (how & 32) p.k_token_stride = k_row, p.k_head_stride = cfg.model.head_dim;
     for (i = 0; i < SEQS; i++) {
@@ -610,7 +682,7 @@ static tkv_status call_append_batch(void) {
         if (is_seq(rows[i].seq) && rows[i].n) call.may_discard[rows[i].seq] = 0;
     sprintf(call.text, "append %d of a batch of %d (%d to sequence %d) to layer %d", n, n_rows, rows[0].n,
             rows[0].seq, layer);
-    st = tkv_append_ex(kv, &p);
+    st = append_somehow(&p);
     if (st) return st;
     for (i = 0, n = 0; i < n_rows && !call.must_fail; i++) {
         append_to_model(rows[i].seq, layer, next_id + (uint32_t)n, rows[i].n, NULL);
@@ -747,7 +819,7 @@ static tkv_status call_remove(void) {
             if (is_held && i >= len)
                 CHECK_MSG(leaves, "token %d at %d, layer %d, was cut off", i, s->position[i], l);
             if (!leaves) longest = max_of(longest, is_held ? i + 1 : 0);
-            if (leaves) s->state[i] = GONE, s->is_pinned[i] = 0;
+            if (leaves) s->state[i] = GONE, s->is_pinned[i] = s->is_sink[i] = 0;
         }
         truncate_model(seq, l, len);
     }
@@ -822,10 +894,12 @@ static tkv_status call_copy(void) {
             to->position[j] = from->position[i] + at - first;
             to->turned[j] = from->turned[i] + at - first;
             to->state[j] = from->state[i] == LIVE ? LIVE : GONE;
+            to->is_sink[j] = from->is_sink[i] && from->state[i] == LIVE;
             to->is_pinned[j++] = 0;
         }
         for (; j < to->len + n; j++) /* as many indices in each layer */
-            to->state[j] = GONE, to->id[j] = 0, to->turned[j] = to->position[j] = to->is_pinned[j] = 0;
+            to->state[j] = GONE, to->id[j] = 0,
+            to->turned[j] = to->position[j] = to->is_pinned[j] = to->is_sink[j] = 0;
         to->len = to->exact_from = j;
     }
     reserved[src] = reserved[dst] = 0;
@@ -840,6 +914,7 @@ static void move_in_model(model_layer *s, int from, int to) {
     s->turned[to] = s->turned[from];
     s->state[to] = s->state[from];
     s->is_pinned[to] = s->is_pinned[from];
+    s->is_sink[to] = s->is_sink[from];
 }
 
 static tkv_status call_keep(void) {
@@ -864,6 +939,7 @@ static tkv_status call_keep(void) {
     if (is_seq(seq)) call.may_evict[seq] = 0;
     st = tkv_seq_keep(kv, seq, first, indices, n);
     if (call.must_fail) return st;
+    if (st == TKV_ERR_STATE && budget_before) call.keeps_part = 1; /* evictions from other sequences */
     if (in_step[seq]) CHECK_EQ(st != TKV_OK, 1);
     if (st == TKV_ERR_STATE && !call.is_hostile)
         CHECK_MSG(in_step[seq] || !is_exact || any_gone || may_share[seq] || budget_before,
@@ -887,7 +963,7 @@ static tkv_status call_keep(void) {
 
 static tkv_status call_slide(void) {
     const int seq = choose_seq(), n = choose_int(0, CHUNK);
-    const int from = cfg.tiers.sink_tokens == TKV_OFF ? 0 : cfg.tiers.sink_tokens ? cfg.tiers.sink_tokens : 4;
+    const int from = n_first_sinks();
     int gone = -1, l, i;
     tkv_status st;
     sprintf(call.text, "slide sequence %d for %d", seq, n);
@@ -926,7 +1002,8 @@ static uint32_t hash_seen(int seq, int n) {
 
 static tkv_status call_put_state(void) {
     const int seq = choose_seq(), layer = choose_int(0, cfg.model.n_layers - 1), back = choose_int(0, 60);
-    const int n = max_of(1, (is_seq(seq) ? model[seq][0].len : 0) - back), size = 40 << next_byte() % 6;
+    const int n = max_of(1, (is_seq(seq) ? model[seq][0].len : 0) - (call.is_hostile ? 0 : back)),
+              size = 40 << next_byte() % 6;
     static uint32_t words[640];
     int i;
     if (call.is_hostile || n > (is_seq(seq) ? model[seq][0].len : 0)) return skip_call();
@@ -1059,7 +1136,7 @@ static tkv_status call_attend(void) {
     tkv_attend_params p;
     tkv_rows rows[SEQS];
     float alibi[MAX_HEADS], sinks[MAX_HEADS];
-    int i, r, first_row[2], row_end[ROWS] = {0};
+    int i, r, first_row[2], first[2] = {0, 0}, row_end[ROWS] = {0};
     int n = 0, n_used, longest = 0, failed = store.n_failed, n_rows = with_batch ? 2 : 1;
     tkv_rng rng;
     tkv_status st, want;
@@ -1098,9 +1175,15 @@ static tkv_status call_attend(void) {
     n_used = what & 8 ? 8 : n;
     if (what & 8) p.first_rows = first_row;
     if (what & 16) p.row_ends = row_end;
+    if (what & 32) p.first_queries = first;
+    for (i = 0; i < n_rows; i++) {
+        const int most = call.must_fail ? 0 : model[rows[i].seq][l].len - rows[i].n;
+        first[i] = p.first_queries ? choose_int(0, most) : most;
+        if (first[i] < 0 || first[i] > most) call.must_fail = 1;
+    }
     for (i = 0; i < n_rows && p.row_ends && !call.must_fail; i++)
         for (r = 0; r < rows[i].n; r++) {
-            const int len = model[rows[i].seq][l].len, own = len - rows[i].n + r;
+            const int len = model[rows[i].seq][l].len, own = first[i] + r;
             row_end[first_row[i] + r] = choose_int(own + 1, len);
             if (!p.non_causal && (row_end[first_row[i] + r] <= own || row_end[first_row[i] + r] > len))
                 call.must_fail = 1;
@@ -1117,8 +1200,9 @@ static tkv_status call_attend(void) {
         for (i = 0; i < ROWS * WORDS; i++) mask_bits[i] = tkv_rng_u64(&rng) | tkv_rng_u64(&rng);
     }
     if (what & 4 && longest) p.scores = scores;
-    sprintf(call.text, "attend, %d queries of sequence %d, layer %d, options %d, %d, window %d, %d bits", n,
-            rows[0].seq, layer, how, what, p.window, p.n_mask_bits);
+    sprintf(call.text,
+            "attend, %d queries from %d on of sequence %d, layer %d, options %d, %d, window %d, %d bits", n,
+            first[0], rows[0].seq, layer, how, what, p.window, p.n_mask_bits);
     memset(out_a, 0, sizeof out_a);
     memset(out_b, 0, sizeof out_b);
     memset(lse_a, 0, sizeof lse_a);
@@ -1206,6 +1290,28 @@ static tkv_status call_pin(void) {
                 (model[seq][l].state[i] == LIVE || model[seq][l].state[i] == DISCARDED))
                 model[seq][l].is_pinned[i] = 1;
             else if (until != TKV_UNLIMITED) model[seq][l].is_pinned[i] = 0; /* temporary ones end sometime */
+    return st;
+}
+
+static tkv_status call_set_sinks(void) {
+    const int seq = choose_seq(), back = choose_int(0, LONGEST), n = choose_int(0, 3), on = choose_int(0, 1);
+    const int start = call.is_hostile ? back : max_of(0, (is_seq(seq) ? min_len(seq) : 0) - 1 - back % 100);
+    tkv_status st;
+    int l, i;
+    sprintf(call.text, "%d sinks from %d on in sequence %d: %d", n, start, seq, on);
+    if (start < 0 || n < 0 || (int64_t)start + n >= 1 << 30 || on < 0 || on > 1) call.must_fail = 1;
+    st = tkv_seq_set_sinks(kv, seq, start, n, on);
+    if (call.must_fail) return st;
+    CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
+    if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors || (in_place && !budget_before));
+    if (on && n && start + n > min_len(seq)) CHECK(st != TKV_OK);
+    for (l = 0; l < 2 && !st; l++)
+        for (i = start; i < model[seq][l].len && i - start < n; i++) {
+            const int state = model[seq][l].state[i];
+            if (on) CHECK(state == LIVE || (state == EXPIRED && !has_window_sinks(l)));
+            model[seq][l].is_sink[i] = on && state == LIVE;
+        }
+    if (!st) reserved[seq] = 0;
     return st;
 }
 
@@ -1390,6 +1496,7 @@ static const struct {
     {"read", 4, call_read, ERR(IO) | ERR(DATA) | ERR(NO_SOURCE) | ERR(RANGE)},
     {"evict", 12, call_evict, ERR(STATE) | ERR(CONFIG) | ERR(BUDGET) | ERR(ARG)},
     {"pin", 6, call_pin, ERR(STATE) | ERR(ARG)},
+    {"set sinks", 10, call_set_sinks, ERR(STATE) | ERR(RANGE) | ERR(NO_SOURCE) | ERR(UNSUPPORTED)},
     {"importance", 6, call_importance, ERR(CONFIG) | ERR(NONFINITE) | ERR(RANGE)},
     {"offload", 10, call_offload, ERR(IO) | ERR(ARG)},
     {"promote", 8, call_promote,
@@ -1457,6 +1564,24 @@ static const tkv_format_pair format_rows[][2] = {
     {{TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
     {{TKV_KIVI4, TKV_R30}, {TKV_A30, TKV_FP8_E5M2}}};
 
+/* V inside K in the model, in layers, or in all but one. Most of these layers get formats that hold it. */
+static void choose_v_in_k(void) {
+    static const int in_layer[] = {0, 1, TKV_OFF, 0};
+    static const tkv_format inside[] = {TKV_A40, TKV_KIVI4, TKV_Q8, TKV_F32};
+    const int how = next_byte(), formats = next_byte();
+    int l;
+    if (how < 128) return;
+    cfg.model.v_in_k = how % 2;
+    for (l = 0; l < 2; l++) {
+        layer_cfg[l].v_in_k = in_layer[how / (l ? 8 : 2) % 4];
+        if (!has_v_in_k(l) || formats >= 200) continue;
+        layer_cfg[l].warm.k = inside[formats % 4];
+        layer_cfg[l].archive.k = layer_cfg[l].warm.k == TKV_A40 ? TKV_A30 : layer_cfg[l].warm.k;
+    }
+    if (how / 32 % 2 && cfg.model.rope.dim && cfg.tiers.warm.k != TKV_KVQUANT4)
+        cfg.model.rope.first = cfg.model.head_dim - cfg.model.rope.dim;
+}
+
 static void choose_config(void) {
     static const int shapes[][4] = {{2, 1, 16, 16}, {2, 2, 12, 5}, {4, 2, 32, 8}, {2, 1, 32, 32}};
     static const tkv_format hot[] = {TKV_FORMAT_DEFAULT, TKV_F32, TKV_F16, TKV_BF16};
@@ -1501,11 +1626,13 @@ static void choose_config(void) {
     memset(layer_cfg, 0, sizeof layer_cfg);
     if (cfg.model.n_layers == LAYERS) layer_cfg[2].share_kv = 1, layer_cfg[3].no_cache = 1;
     if (old & 4 && !cfg.tiers.n_anchors) layer_cfg[1].window = 90;
+    if (layer_cfg[1].window && cfg.tiers.sink_tokens != TKV_OFF) layer_cfg[1].window_sinks = size / 2 % 2;
     if (old & 8) layer_cfg[0].hot_tokens = TKV_UNLIMITED;
+    choose_v_in_k();
     cfg.layers = layer_cfg;
     cfg.budget.discard = old / 32 % 2;
     cfg.host.on_event = record_event;
-    if (old & 64) {
+    if (old & 64 && tkv_validate_config(&cfg, NULL, 0) == TKV_OK) {
         attach_test_store(&store, &cfg);
         cfg.offload.keep_exact = old & 1;
     }
