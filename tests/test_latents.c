@@ -288,12 +288,12 @@ static int check_bits(const shape *s, tkv_format format, int times, int turned) 
 TEST(rows_together_have_the_bits_of_rows_alone) {
     tkv_isa isas[TKV_ISA_COUNT];
     const int is_scalar =
-        tkv_test_isas(isas) == 1 || tkv_test_isa() == TKV_ISA_SCALAR; /* 128 heads take long */
+        tkv_test_isas(isas) == 1 || tkv_test_isa() == TKV_ISA_SCALAR; /* wide heads take long */
     int m, f, n_split = 0;
     for (m = is_scalar && tkv_test_quick(); m < COUNT(shapes); m++)
         for (f = 0; f < COUNT(formats); f += tkv_test_quick() ? 3 : 1) {
             if (m < 3) check_bits(&shapes[m], formats[f], 1, 0);
-            if (m % 2 == 0 && (f + m) % 6) continue;
+            if ((m % 2 == 0 && (f + m) % 6) || (m < 4 && is_scalar && tkv_test_quick())) continue;
             n_split += check_bits(&shapes[m], formats[f], TIMES, 0);
             if (f % 6 == 0) check_bits(&shapes[m], formats[f], TIMES, 1);
         }
