@@ -36,8 +36,7 @@
 enum { LAST = 1024, READ = 1024, READ_START = 64, READS = 25 };
 
 static void least(double *x, double seconds, int run) {
-    if (seconds < 0.0) seconds = 0.0;
-    if (run == 0 || seconds < *x) *x = seconds;
+    bench_keep_least(x, seconds < 0.0 ? 0.0 : seconds, run);
 }
 
 static void measure_steps(const tkv_config *shape, const char *plan, int tokens, int runs, int csv,

@@ -42,13 +42,9 @@ static void *help(void *arg) {
     return NULL;
 }
 
-static void note_least(double *least, double seconds) {
-    if (*least <= 0.0 || seconds < *least) *least = seconds;
-}
-
-/* Appends the prompt once. way: 0 as a whole, 1 parts one after the other, 3 parts at the same time. */
-static void append_prompt(const tkv_config *cfg, const float *rows, int way, double least[WAYS][APPENDS],
-                          helper *h, size_t *most) {
+/* Appends the prompt once, in run `run`. way: 0 as a whole, 1 parts one after the other, 3 parts at the same time. */
+static void append_prompt(const tkv_config *cfg, const float *rows, int way, int run,
+                          double least[WAYS][APPENDS], helper *h, size_t *most) {
     tkv_append_params p;
     pthread_t thread;
     memset(&p, 0, sizeof p);
@@ -63,7 +59,7 @@ static void append_prompt(const tkv_config *cfg, const float *rows, int way, dou
         p.v = rows + (size_t)(APPENDS - 1 - i) * CHUNK * KV_HEADS * DIM;
         if (way == 0) {
             bench_must(tkv_append_ex(h->kv, &p), "tkv_append_ex");
-            note_least(&least[0][i], bench_seconds(0) - start);
+            bench_keep_least(&least[0][i], bench_seconds(0) - start, run);
             continue;
         }
         bench_must(tkv_get_append_bytes(h->kv, &p, &h->bytes), "tkv_get_append_bytes");
@@ -74,8 +70,8 @@ static void append_prompt(const tkv_config *cfg, const float *rows, int way, dou
         if (way == 1) bench_must(tkv_append_part(h->kv, &p, 1, 2, h->workspace, h->bytes), "tkv_append_part");
         else
             while (__atomic_load_n(&h->ended, __ATOMIC_ACQUIRE) <= i) sched_yield();
-        if (way == 1) note_least(&least[1][i], between - start);
-        note_least(&least[way == 1 ? 2 : 3][i], bench_seconds(0) - (way == 1 ? between : start));
+        if (way == 1) bench_keep_least(&least[1][i], between - start, run);
+        bench_keep_least(&least[way == 1 ? 2 : 3][i], bench_seconds(0) - (way == 1 ? between : start), run);
     }
     if (way == 3) pthread_join(thread, NULL);
     tkv_destroy(h->kv);
@@ -96,9 +92,9 @@ static void measure(const char *plan, const float *rows, void *workspace) {
     cfg.model.head_dim = DIM;
     if (!bench_plan(&cfg, plan)) bench_fail("unknown plan \"%s\", or not for this shape", plan);
     for (int run = 0; run < RUNS; run++) {
-        append_prompt(&cfg, rows, 0, least, &h, &most);
-        append_prompt(&cfg, rows, 1, least, &h, &most);
-        append_prompt(&cfg, rows, 3, least, &h, &most);
+        append_prompt(&cfg, rows, 0, run, least, &h, &most);
+        append_prompt(&cfg, rows, 1, run, least, &h, &most);
+        append_prompt(&cfg, rows, 3, run, least, &h, &most);
     }
     for (int w = 0; w < WAYS; w++)
         for (int i = 0; i < APPENDS; i++) sum[w] += 1e3 * least[w][i];

@@ -47,6 +47,11 @@ static inline double bench_seconds(int cpu) {
 #endif
 }
 
+/* Keeps the least time of all runs: 0, 1, ... */
+static inline void bench_keep_least(double *x, double seconds, int run) {
+    if (run == 0 || seconds < *x) *x = seconds;
+}
+
 static inline int bench_order(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return x < y ? -1 : x > y;

@@ -41,10 +41,6 @@ static void on_event(void *user, const tkv_event *e) {
     l->n++;
 }
 
-static void keep_least(double *x, double seconds, int run) {
-    if (run == 0 || seconds < *x) *x = seconds;
-}
-
 static void measure(const tkv_config *shape, int percent, int tokens, int runs, int csv, const float *values,
                     const float *q) {
     const size_t token =
@@ -73,8 +69,8 @@ static void measure(const tkv_config *shape, int percent, int tokens, int runs, 
             for (int layer = 0; layer < cfg.model.n_layers; layer++)
                 bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
             t2 = bench_seconds(1);
-            keep_least(&append[t], t1 - t0, run);
-            keep_least(&step[t], t2 - t0, run);
+            bench_keep_least(&append[t], t1 - t0, run);
+            bench_keep_least(&step[t], t2 - t0, run);
             if (t % 256 == 0)
                 fprintf(stderr, "\r%d %%: run %d of %d, %d tokens   ", percent, run + 1, runs, t);
         }

@@ -27,10 +27,6 @@
 
 #include "bench.h"
 
-static void keep_least(double *x, double seconds, int run) {
-    if (run == 0 || seconds < *x) *x = seconds;
-}
-
 /* Runs one sequence to `context` tokens. append, step: [n] times of the last n steps, least of all runs so far. */
 static void run_once(const tkv_config *cfg, int context, int n, int run, const float *values, const float *q,
                      float *out, double *append, double *step) {
@@ -50,8 +46,8 @@ static void run_once(const tkv_config *cfg, int context, int n, int run, const f
             attention += bench_seconds(1) - middle - tick;
         }
         if (at < 0) continue;
-        keep_least(&append[at], appends, run);
-        keep_least(&step[at], appends + attention, run);
+        bench_keep_least(&append[at], appends, run);
+        bench_keep_least(&step[at], appends + attention, run);
     }
     bench_must(tkv_check(kv, NULL, 0), "tkv_check");
     tkv_destroy(kv);

@@ -118,18 +118,16 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int first = tkvi_first_to_expire(kv, layer, list, ids);
-    int i, lowest = TKVI_FOREVER, oldest = list->len,
-           is_here = 0; /* 1: the first query's token is in the list */
+    int i, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
-    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--) {
-        is_here |= tkvi_block_start(kv, ids, i - 1) <= query;
+    for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
         if (tkvi_block_start(kv, ids, i - 1) < query + n)
             lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
                                           kv->pool.entry[ids[i - 1]].shift);
-    }
     lowest -= window - 1;
     if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
-    if (!is_here && query < list->expired) return list->expired - 1;
+    if (query < list->expired && (i == list->n || tkvi_block_start(kv, ids, i) > query))
+        return list->expired - 1; /* the first query itself has expired */
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
@@ -289,6 +287,11 @@ static int tkvi_index_of(const tkvi_work_tile *u, int r) {
 }
 
 static int tkvi_row_position(const tkvi_work_tile *u, int r) { return tkvi_index_of(u, r) + u->shift[r]; }
+
+/* The end of the blocks of a split. */
+static int tkvi_split_end(const tkvi_work_tile *u, int chunk) {
+    return tkvi_min(u->list->n, (chunk + 1) * u->chunk);
+}
 
 /* The indices of the keys in block i that row r sees by causality and window: low .. high-1. */
 static void tkvi_visible(const tkvi_work_tile *u, int i, int r, int *low, int *high) {
@@ -867,8 +870,7 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
     TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
-    int i, r, space, last = tkvi_min(u->list->n, (chunk + 1) * u->chunk),
-                     stride = tkvi_space_floats(u->v_pad);
+    int i, r, space, last = tkvi_split_end(u, chunk), stride = tkvi_space_floats(u->v_pad);
     tkvi_block_view b;
     b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
@@ -1567,13 +1569,13 @@ static TKVI_NOINLINE void tkvi_prefill_end(const tkvi_work_tile *u, tkvi_prefill
 }
 
 /* Floats of one split in w->parts. */
-static size_t tkvi_prefill_split_floats(const tkvi_call *c) {
+static int tkvi_prefill_split_floats(const tkvi_call *c) {
     return tkvi_prefill_sums_floats(tkvi_max(c->plan->geometry.k_pad, c->plan->geometry.v_pad), c->tile);
 }
 
 /* The sums of one split of a work tile in w->parts. */
 static tkvi_prefill_sums *tkvi_prefill_split_at(const tkvi_work *w, int unit, int chunk) {
-    const size_t n = tkvi_prefill_split_floats(w->call);
+    const size_t n = (size_t)tkvi_prefill_split_floats(w->call);
     return tkvi_prefill_sums_in(w->parts + (size_t)(unit * w->n_chunks + chunk) * n);
 }
 
@@ -1602,19 +1604,19 @@ static void tkvi_prefill_one_split(const tkvi_work *w, tkvi_prefill_groups *all,
     int i;
     if (chunk > 0 && chunk >= u->n_chunks) return;
     for (i = 0; i < all->n; i++) all->sums[i] = tkvi_prefill_split_at(w, number + i, chunk);
-    tkvi_prefill_blocks(all, chunk * u->chunk, tkvi_min(u->list->n, (chunk + 1) * u->chunk));
+    tkvi_prefill_blocks(all, chunk * u->chunk, tkvi_split_end(u, chunk));
 }
 
 /* The first pass of all groups, split by split if work tiles are split. split: [n] room for the sums of one. */
-static void tkvi_prefill_splits(const tkvi_work *w, tkvi_prefill_groups *all,
+static void tkvi_prefill_splits(const tkvi_work *w, const tkvi_prefill_groups *all,
                                 tkvi_prefill_sums *const *split) {
     const tkvi_work_tile *u = all->tile;
     tkvi_prefill_groups one = *all;
     int chunk, i;
-    tkvi_prefill_blocks(all, 0, w->few ? tkvi_min(u->chunk, u->list->n) : u->list->n);
+    tkvi_prefill_blocks(all, 0, w->few ? tkvi_split_end(u, 0) : u->list->n);
+    for (i = 0; i < all->n && w->few; i++) one.sums[i] = split[i];
     for (chunk = 1; w->few && chunk < u->n_chunks; chunk++) {
-        for (i = 0; i < all->n; i++) one.sums[i] = split[i];
-        tkvi_prefill_blocks(&one, chunk * u->chunk, tkvi_min(u->list->n, (chunk + 1) * u->chunk));
+        tkvi_prefill_blocks(&one, chunk * u->chunk, tkvi_split_end(u, chunk));
         for (i = 0; i < all->n; i++) tkvi_prefill_merge(&all->tile[i], all->sums[i], split[i]);
     }
 }
@@ -1655,7 +1657,7 @@ static TKVI_NOINLINE void tkvi_prefill_alone(const tkvi_work *w, const tkvi_work
     tkvi_prefill_queries q;
     tkvi_prefill_groups one;
     one.n = 1;
-    one.lanes = u->rows > 16 ? TKVI_PREFILL : 16;
+    one.lanes = tkvi_lanes_of(u->rows);
     one.tile = u;
     one.q[0] = &q;
     one.sums[0] = sums;
@@ -1738,18 +1740,17 @@ static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int numbe
     if (number_of_area < 0) return 0;
     area = &kv->work.area[number_of_area];
     all.n = n;
-    all.lanes = 16;
     all.tile = tile;
     all.scores = area->scores;
     for (i = 0; i < n; i++) {
         tkvi_find_work_tile(w->call, number + i, &tile[i]);
-        if (tile[i].rows > 16) all.lanes = TKVI_PREFILL;
         all.q[i] = &area->q[i];
         all.sums[i] = &area->sums[i];
         split[i] = &area->split[i];
         all.sums[i]->o = area->o[i];
         split[i]->o = area->split_o[i];
     }
+    all.lanes = tkvi_lanes_of(tile[0].rows); /* no tile has more */
     if (chunk < 0) tkvi_prefill_splits(w, &all, split);
     else tkvi_prefill_one_split(w, &all, number, chunk);
     for (i = 0; chunk < 0 && i < n && !tkvi_failed(w->call); i++) {
@@ -1900,12 +1901,6 @@ static void tkvi_take_prefill(tkvi_call *c) {
     if (c->heads_per_kv <= c->view_rows) c->tile -= c->tile % c->view_rows; /* whole queries */
 }
 
-/* 1 if the work tiles are so few, and the lists so long, that tiles are split. */
-static int tkvi_has_few(const tkvi_work *w) {
-    const int n = tkvi_count_work_tiles(w->call);
-    return w->n_chunks > 1 && n <= TKVI_FEW_WORK_TILES && n * w->n_chunks <= TKVI_MAX_SPLITS;
-}
-
 /* Checks a call, and finds its work. c, w: out. */
 static tkv_status tkvi_plan_work(tkv_cache *kv, const tkv_attend_params *p,
                                  const tkvi_consumer *const *consumer, int n_consumers, tkvi_call *c,
@@ -1919,12 +1914,14 @@ static tkv_status tkvi_plan_work(tkv_cache *kv, const tkv_attend_params *p,
     for (i = 0; i < c->n_rows; i++)
         w->longest = tkvi_max(w->longest, tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer)->n);
     if (c->plan->geometry.v_in_k) tkvi_take_prefill(c);
+    w->n_units = tkvi_count_work_tiles(c);
     if (tkvi_has_prefill(c)) /* a split of 16 rows costs a merge of as many outputs */
-        c->most_splits = tkvi_max(
-            1, tkvi_min(c->most_splits, TKVI_FEW_WORK_TILES / tkvi_max(1, tkvi_count_work_tiles(c))));
+        c->most_splits = tkvi_max(1, tkvi_min(c->most_splits, TKVI_FEW_WORK_TILES / tkvi_max(1, w->n_units)));
     w->n_chunks = tkvi_min(c->most_splits, (w->longest + TKVI_MIN_SPLIT_BLOCKS - 1) / TKVI_MIN_SPLIT_BLOCKS);
-    w->few = tkvi_has_few(w);
-    if (!w->few && !tkvi_has_prefill(c)) tkvi_take_prefill(c);
+    w->few =
+        w->n_chunks > 1 && w->n_units <= TKVI_FEW_WORK_TILES && w->n_units * w->n_chunks <= TKVI_MAX_SPLITS;
+    if (w->few || tkvi_has_prefill(c)) return TKV_OK;
+    tkvi_take_prefill(c);
     w->n_units = tkvi_count_work_tiles(c);
     return TKV_OK;
 }
@@ -1985,9 +1982,8 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
 /* Bytes of the workspace: room to align it, its head, and the sums of splits. */
 static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
     const int v_pad = w->call->plan->geometry.v_pad;
-    const size_t n =
-        tkvi_has_prefill(w->call) ? tkvi_prefill_split_floats(w->call) : (size_t)TKVI_SUMS_FLOATS(v_pad);
-    return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks) * n * sizeof(float) : 0);
+    const int n = tkvi_has_prefill(w->call) ? tkvi_prefill_split_floats(w->call) : TKVI_SUMS_FLOATS(v_pad);
+    return TKVI_PARTS_CLEAR + (w->few ? (size_t)(w->n_units * w->n_chunks * n) * sizeof(float) : 0);
 }
 
 /* One part of a call. The parts share the tasks of the first pass; the last one to end does the rest. */

@@ -632,13 +632,11 @@ static int tkvi_n_areas(const tkvi_derived_config *derived) {
 }
 
 /* Floats of the partial results of one split, in the widest layer. */
-static size_t tkvi_split_floats(const tkvi_derived_config *derived) {
+static int tkvi_split_floats(const tkvi_derived_config *derived) {
     const int pad = tkvi_max(derived->widest.k_pad, derived->widest.v_pad);
-    const size_t rows = (size_t)TKVI_SUMS_FLOATS(derived->widest.v_pad),
-                 few = tkvi_prefill_sums_floats(pad, 16),
-                 many = tkvi_prefill_sums_floats(tkvi_min(pad, TKVI_PREFILL_PART), TKVI_PREFILL);
-    if (!tkvi_n_areas(derived)) return rows;
-    return few > rows && few > many ? few : many > rows ? many : rows;
+    const int rows = TKVI_SUMS_FLOATS(derived->widest.v_pad), few = tkvi_prefill_sums_floats(pad, 16),
+              many = tkvi_prefill_sums_floats(tkvi_min(pad, TKVI_PREFILL_PART), TKVI_PREFILL);
+    return tkvi_n_areas(derived) ? tkvi_max(rows, tkvi_max(few, many)) : rows;
 }
 
 static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
@@ -660,7 +658,7 @@ static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_siz
     s->counts = tkvi_align_up(n);
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (derived->cfg.host.parallel_for)
-        s->split_sums = tkvi_align_up(TKVI_MAX_SPLITS * tkvi_split_floats(derived) * sizeof(float));
+        s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * tkvi_split_floats(derived)) * sizeof(float));
     s->areas = (size_t)tkvi_n_areas(derived) * sizeof(tkvi_prefill_area);
     if (derived->any_shared || derived->token_parts)
         s->tokens_seen =

@@ -131,11 +131,13 @@ typedef struct tkvi_prefill_v_args {
 
 static int tkvi_prefill_lanes(int pad) { return pad <= TKVI_PREFILL_PART ? TKVI_PREFILL : 16; }
 
+/* Lanes for so many rows. */
+static int tkvi_lanes_of(int rows) { return rows > 16 ? TKVI_PREFILL : 16; }
+
 /* Floats of tkvi_prefill_sums with `o` behind it, for at most `rows` rows. pad: the larger one of k_pad and v_pad, as
  * `o` is also room for queries. */
-static size_t tkvi_prefill_sums_floats(int pad, int rows) {
-    const size_t n = (size_t)(pad * (rows > 16 ? TKVI_PREFILL : 16));
-    return tkvi_align_up(sizeof(tkvi_prefill_sums)) / sizeof(float) + n;
+static int tkvi_prefill_sums_floats(int pad, int rows) {
+    return (int)(tkvi_align_up(sizeof(tkvi_prefill_sums)) / sizeof(float)) + pad * tkvi_lanes_of(rows);
 }
 
 /* Such sums in aligned memory. */
