@@ -850,9 +850,10 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 44 KiB more. With V inside K, one call on a cache (four with
- *   parallel_for) keeps to that, and calls beside it use 37 KiB more. So do all calls if the compiler lacks GCC's
- *   atomics. Give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 44 KiB more. Give worker threads that much. With V inside K, one
+ *   call on a cache (four with parallel_for) works in memory of the cache. Calls beside it take up to twice as long,
+ *   and so do all calls if the compiler lacks GCC's atomics. tkv_attend_part with part 0 of 1 avoids most of that, in
+ *   a workspace of yours.
  *
  *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
  *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is
@@ -1883,7 +1884,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB, and 44 KiB more where tokens have moved; the manual, "Threads", has the rest). */
+ * with cfg.recompute 68 KiB, and 44 KiB more where tokens have moved). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k
@@ -5738,6 +5739,7 @@ typedef struct tkvi_side {
     tkv_side which;
     tkvi_tile_counts tiles; /* by width */
     int16_t dim, pad;       /* channels, and channels rounded up to 16 */
+    int16_t first;          /* V inside K: the first channel of V that a prefill kernel sums; 0: all */
     int16_t group;          /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
     int16_t groups;         /* K: along the 64 tokens; V: along the channels */
     int8_t tokens;          /* capacity: 64, or fewer in an exact side */
@@ -10438,7 +10440,8 @@ typedef struct tkvi_prefill {
      * q: [n_groups]; scores: [n_groups][64][lanes] */
     void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *const *q,
               int n_groups, int n, int n_limbs, float *scores);
-    /* p: [n_groups][64][lanes], zero beyond n; out: [n_groups], each [channel][lanes]. s may be a view of K */
+    /* p: [n_groups][64][lanes], zero beyond n; out: [n_groups], each [channel - s->first][lanes]. s may be a view
+     * of K */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes,
               int n_groups, int n, int precise, float *const *out);
     int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
@@ -10550,11 +10553,14 @@ static TKVI_NOINLINE void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_que
     q->order = s->order;
 }
 
-/* 1 if one of n positions has a channel of V inside K. */
+/* 1 if a channel of K is one that V inside K sums. */
+static int tkvi_is_viewed(const tkvi_side *s, int channel) { return channel >= s->first && channel < s->dim; }
+
+/* 1 if one of n positions has such a channel. */
 static int tkvi_has_viewed(const tkvi_side *s, int position, int n) {
     int i;
     for (i = 0; i < n; i++)
-        if (tkvi_channel(s, position + i) < s->dim) return 1;
+        if (tkvi_is_viewed(s, tkvi_channel(s, position + i))) return 1;
     return 0;
 }
 
@@ -13414,7 +13420,7 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, c, j, lane, i;
-    for (c = 0; c < s->dim; c += 16) {
+    for (c = s->first; c < s->dim; c += 16) {
         for (t = 0; t < n; t++) {
             for (j = 0; j < 16; j += TKVI_VF)
                 tkvi_vf_store(x + 16 * t + j,
@@ -13425,7 +13431,7 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
             for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
                 for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
                     TKVI_PASS_(rows_value, p + i * TKVI_BLOCK * lanes + lane, lanes, x + j, n,
-                               out[i] + (c + j) * lanes + lane);
+                               out[i] + (c - s->first + j) * lanes + lane);
     }
 }
 
@@ -13842,8 +13848,8 @@ TKVI_KERNEL void TKVI_N(prefill_add_viewed)(const tkvi_side *s, int position, in
     for (i = 0; i < n; i++) {
         const int c = tkvi_channel(s, position + i);
         const tkvi_vf by = tkvi_vf_splat(scale[i]), plus = tkvi_vf_splat(zero[i]);
-        float *to = out + c * lanes;
-        if (c >= s->dim) continue;
+        float *to = out + (c - s->first) * lanes;
+        if (!tkvi_is_viewed(s, c)) continue;
         for (lane = 0; lane < lanes; lane += TKVI_VF) {
             const tkvi_vf y = tkvi_vf_madd(tkvi_vf_load(v->sum_p + lane), plus, tkvi_vf_load(to + lane));
             tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sums + i * lanes + lane), by, y));
@@ -13857,8 +13863,8 @@ TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, con
     int lane;
     for (; position < s->pad; position++) {
         const int c = tkvi_channel(s, position);
-        float *to = out + c * lanes;
-        for (lane = 0; lane < lanes && c < s->dim; lane += TKVI_VF)
+        float *to = out + (c - s->first) * lanes;
+        for (lane = 0; lane < lanes && tkvi_is_viewed(s, c); lane += TKVI_VF)
             tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sum_p + lane), tkvi_vf_splat(zero[position]),
                                                   tkvi_vf_load(to + lane)));
     }
@@ -16577,7 +16583,7 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, c, j, lane, i;
-    for (c = 0; c < s->dim; c += 16) {
+    for (c = s->first; c < s->dim; c += 16) {
         for (t = 0; t < n; t++) {
             for (j = 0; j < 16; j += TKVI_VF)
                 tkvi_vf_store(x + 16 * t + j,
@@ -16588,7 +16594,7 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
             for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
                 for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
                     TKVI_PASS_(rows_value, p + i * TKVI_BLOCK * lanes + lane, lanes, x + j, n,
-                               out[i] + (c + j) * lanes + lane);
+                               out[i] + (c - s->first + j) * lanes + lane);
     }
 }
 
@@ -17005,8 +17011,8 @@ TKVI_KERNEL void TKVI_N(prefill_add_viewed)(const tkvi_side *s, int position, in
     for (i = 0; i < n; i++) {
         const int c = tkvi_channel(s, position + i);
         const tkvi_vf by = tkvi_vf_splat(scale[i]), plus = tkvi_vf_splat(zero[i]);
-        float *to = out + c * lanes;
-        if (c >= s->dim) continue;
+        float *to = out + (c - s->first) * lanes;
+        if (!tkvi_is_viewed(s, c)) continue;
         for (lane = 0; lane < lanes; lane += TKVI_VF) {
             const tkvi_vf y = tkvi_vf_madd(tkvi_vf_load(v->sum_p + lane), plus, tkvi_vf_load(to + lane));
             tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sums + i * lanes + lane), by, y));
@@ -17020,8 +17026,8 @@ TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, con
     int lane;
     for (; position < s->pad; position++) {
         const int c = tkvi_channel(s, position);
-        float *to = out + c * lanes;
-        for (lane = 0; lane < lanes && c < s->dim; lane += TKVI_VF)
+        float *to = out + (c - s->first) * lanes;
+        for (lane = 0; lane < lanes && tkvi_is_viewed(s, c); lane += TKVI_VF)
             tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sum_p + lane), tkvi_vf_splat(zero[position]),
                                                   tkvi_vf_load(to + lane)));
     }
@@ -20071,7 +20077,7 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
     TKVI_ALIGNED float x[16 * TKVI_BLOCK];
     const int row_bytes = s->pad * s->format->bits / 8;
     int t, c, j, lane, i;
-    for (c = 0; c < s->dim; c += 16) {
+    for (c = s->first; c < s->dim; c += 16) {
         for (t = 0; t < n; t++) {
             for (j = 0; j < 16; j += TKVI_VF)
                 tkvi_vf_store(x + 16 * t + j,
@@ -20082,7 +20088,7 @@ TKVI_KERNEL void TKVI_N(prefill_exact_v)(const tkvi_side *s, const uint8_t *src,
             for (j = 0; j < 16; j += TKVI_ROW_TOKENS)
                 for (lane = 0; lane < lanes; lane += TKVI_FLOAT_VECTORS * TKVI_VF)
                     TKVI_PASS_(rows_value, p + i * TKVI_BLOCK * lanes + lane, lanes, x + j, n,
-                               out[i] + (c + j) * lanes + lane);
+                               out[i] + (c - s->first + j) * lanes + lane);
     }
 }
 
@@ -20499,8 +20505,8 @@ TKVI_KERNEL void TKVI_N(prefill_add_viewed)(const tkvi_side *s, int position, in
     for (i = 0; i < n; i++) {
         const int c = tkvi_channel(s, position + i);
         const tkvi_vf by = tkvi_vf_splat(scale[i]), plus = tkvi_vf_splat(zero[i]);
-        float *to = out + c * lanes;
-        if (c >= s->dim) continue;
+        float *to = out + (c - s->first) * lanes;
+        if (!tkvi_is_viewed(s, c)) continue;
         for (lane = 0; lane < lanes; lane += TKVI_VF) {
             const tkvi_vf y = tkvi_vf_madd(tkvi_vf_load(v->sum_p + lane), plus, tkvi_vf_load(to + lane));
             tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sums + i * lanes + lane), by, y));
@@ -20514,8 +20520,8 @@ TKVI_KERNEL void TKVI_N(prefill_add_means)(const tkvi_side *s, int position, con
     int lane;
     for (; position < s->pad; position++) {
         const int c = tkvi_channel(s, position);
-        float *to = out + c * lanes;
-        for (lane = 0; lane < lanes && c < s->dim; lane += TKVI_VF)
+        float *to = out + (c - s->first) * lanes;
+        for (lane = 0; lane < lanes && tkvi_is_viewed(s, c); lane += TKVI_VF)
             tkvi_vf_store(to + lane, tkvi_vf_madd(tkvi_vf_load(sum_p + lane), tkvi_vf_splat(zero[position]),
                                                   tkvi_vf_load(to + lane)));
     }
@@ -31913,6 +31919,7 @@ typedef struct tkvi_work_tile {
     int n_queries, head;     /* queries of the sequence; KV head */
     int first, rows;         /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
     int k_pad, v_pad;        /* head dimensions, rounded up to 16 */
+    int v_first;             /* channels v_first .. v_first + v_pad - 1 of V are summed */
     int chunk, n_chunks;     /* blocks per split; number of splits */
     tkvi_sight sight;        /* what queries see by causality and window */
     int first_end, last_end; /* least and greatest end of a query */
@@ -32043,6 +32050,7 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = c->plan->geometry.k_pad;
     u->v_pad = c->plan->geometry.v_pad;
+    u->v_first = 0;
     u->chunk = tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + c->most_splits - 1) / c->most_splits);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
@@ -32182,10 +32190,14 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     }
 }
 
+/* `turned` of the newest block. */
+static int tkvi_newest_turned(const tkvi_work_tile *u) {
+    return TKVI_HAS_MOVES && u->list->n ? u->call->kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+}
+
 /* Finds the reference key of a work tile. */
 static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
-    const tkv_cache *kv = u->call->kv;
-    ref->turned = TKVI_HAS_MOVES && u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+    ref->turned = tkvi_newest_turned(u);
     tkvi_reference_key(u, ref->newest);
     if (!tkvi_has_moved(u->list)) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
@@ -32612,13 +32624,14 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->plan->geometry.v_head_dim, r, i, k;
+    const int dim = tkvi_min(u->v_pad, c->plan->geometry.v_head_dim - u->v_first);
+    int r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
         float origin = c->p->softcap > 0.0f || !tkvi_is_finite(origins[r]) ? 0.0f : origins[r];
         float weight = 1.0f, *row = o + r * u->v_pad;
-        ptrdiff_t at = query * c->out_row + head * c->out_head;
+        ptrdiff_t at = query * c->out_row + head * c->out_head + u->v_first;
         if (rotated && !empty) {
             float *turned = o + tkvi_space_floats(u->v_pad) + r * u->v_pad;
             c->kv->kernels->rotate_back(turned, dim);
@@ -32993,10 +33006,9 @@ static TKVI_NOINLINE void tkvi_turn_lanes(const tkvi_work_tile *u, const tkvi_an
     }
 }
 
-/* Loads the queries as the newest block sees them. rows: work space, as for tkvi_load_lanes. Returns the block's
- * `turned`. */
-static TKVI_NOINLINE int tkvi_prefill_load(const tkvi_work_tile *u, float *rows, tkvi_prefill_queries *q,
-                                           float *origin) {
+/* Loads the queries as the newest block sees them. rows: work space, as for tkvi_load_lanes. */
+static TKVI_NOINLINE void tkvi_prefill_load(const tkvi_work_tile *u, float *rows, tkvi_prefill_queries *q,
+                                            float *origin) {
     tkvi_plain_rows *plain = u->call->plain;
     tkvi_reference here, *reference = plain ? &plain->reference : &here;
     tkvi_turn room;
@@ -33008,7 +33020,6 @@ static TKVI_NOINLINE int tkvi_prefill_load(const tkvi_work_tile *u, float *rows,
     tkvi_load_lanes(u, reference->turned ? &turn : NULL, q->ref, q->lanes, rows, q->q, origin);
     if (plain) plain->is_set = 0;
     q->order = NULL;
-    return reference->turned;
 }
 
 /* Turns the queries for blocks that moved by `turned`. Origins stay. */
@@ -33083,22 +33094,25 @@ typedef struct tkvi_prefill_groups {
     tkvi_prefill_queries *q[TKVI_PREFILL_GROUPS];
     tkvi_prefill_sums *sums[TKVI_PREFILL_GROUPS];
     float *scores; /* [n][64][lanes] work space */
+    int is_loaded; /* 1: the queries are loaded as the newest block sees them, and sums have their origins */
 } tkvi_prefill_groups;
 
-/* Loads the queries of all groups, and clears their sums. Returns `turned` of the newest block. */
+/* Loads the queries of all groups unless they are loaded, and clears sums. Returns `turned` of the newest block. */
 static int tkvi_prefill_begin(const tkvi_prefill_groups *all) {
-    int i, r, turned = 0;
+    tkvi_plain_rows *plain = all->tile->call->plain;
+    int i, r;
     for (i = 0; i < all->n; i++) {
         tkvi_prefill_sums *sums = all->sums[i];
         all->q[i]->lanes = sums->lanes = all->lanes;
-        turned = tkvi_prefill_load(&all->tile[i], sums->o, all->q[i], sums->origin);
+        if (!all->is_loaded)
+            tkvi_prefill_load(&all->tile[i], plain ? plain->rows : sums->o, all->q[i], sums->origin);
         memset(sums->o, 0, (size_t)(all->tile->v_pad * all->lanes) * sizeof(float));
         for (r = 0; r < TKVI_PREFILL; r++) {
             sums->m[r] = TKVI_HIDDEN;
             sums->l[r] = sums->far_attention[r] = 0.0f;
         }
     }
-    return turned;
+    return tkvi_newest_turned(all->tile);
 }
 
 /* The step of the online softmax for one group and block i. scores: in and out, then weights. */
@@ -33140,16 +33154,18 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, in
     const tkvi_work_tile *u = all->tile;
     const tkv_cache *kv = u->call->kv;
     const tkvi_prefill *many = u->call->many;
-    const int precise = kv->tables.cfg.host.precise;
+    const int precise = kv->tables.cfg.host.precise, v_end = u->v_first + u->v_pad;
+    tkvi_side some_v;
     float *o[TKVI_PREFILL_GROUPS];
     int i, k, rotated, turned = tkvi_prefill_begin(all);
     for (k = 0; k < all->n; k++) o[k] = all->sums[k]->o;
-    for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
+    for (rotated = kv->tables.any_rotated && !u->call->plan->geometry.v_in_k; rotated >= 0; rotated--) {
         for (i = first; i < last; i++) {
             const int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
+            const tkvi_side *v = u->v_pad < u->call->plan->geometry.v_pad ? &some_v : &rec->v;
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || !tkvi_prefill_sees(all, i, start, end)) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
@@ -33163,8 +33179,12 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, in
                                      all->scores + k * TKVI_BLOCK * all->lanes);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
-            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n,
-                    precise, o);
+            if (v != &rec->v) {
+                some_v = rec->v;
+                some_v.first = (int16_t)u->v_first;
+                some_v.dim = (int16_t)tkvi_min(some_v.dim, v_end);
+            }
+            many->v(v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n, precise, o);
         }
         for (k = 0; k < all->n && rotated; k++)
             many->rotate_back(o[k], u->call->plan->geometry.v_head_dim, all->lanes);
@@ -33193,7 +33213,8 @@ static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_pref
     sums.far_attention = from->far_attention + first;
     sums.any = NULL;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->observing[TKVI_OBSERVES_QUERIES]) tkvi_prefill_observe_queries(&eight, &sums);
+    if (u->call->observing[TKVI_OBSERVES_QUERIES] && u->v_first + u->v_pad == u->call->plan->geometry.v_pad)
+        tkvi_prefill_observe_queries(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
     tkvi_log_sums(&eight, &sums, lse);
 }
@@ -33263,7 +33284,11 @@ static void tkvi_prefill_splits(const tkvi_work *w, const tkvi_prefill_groups *a
     tkvi_prefill_groups one = *all;
     int chunk, i;
     tkvi_prefill_blocks(all, 0, w->few ? tkvi_split_end(u, 0) : u->list->n);
-    for (i = 0; i < all->n && w->few; i++) one.sums[i] = split[i];
+    one.is_loaded = !u->call->plain;
+    for (i = 0; i < all->n && w->few; i++) {
+        one.sums[i] = split[i];
+        memcpy(split[i]->origin, all->sums[i]->origin, sizeof split[i]->origin);
+    }
     for (chunk = 1; w->few && chunk < u->n_chunks; chunk++) {
         tkvi_prefill_blocks(&one, chunk * u->chunk, tkvi_split_end(u, chunk));
         for (i = 0; i < all->n; i++) tkvi_prefill_merge(&all->tile[i], all->sums[i], split[i]);
@@ -33311,27 +33336,25 @@ static TKVI_NOINLINE void tkvi_prefill_alone(const tkvi_work *w, const tkvi_work
     one.q[0] = &q;
     one.sums[0] = sums;
     one.scores = scores;
+    one.is_loaded = 0;
     if (chunk < 0) tkvi_prefill_splits(w, &one, &split);
     else tkvi_prefill_one_split(w, &one, number, chunk);
 }
 
-/* The same for all blocks, with sums of a split on the stack: 37 KiB more. */
-static TKVI_NOINLINE void tkvi_prefill_splits_alone(const tkvi_work *w, const tkvi_work_tile *u,
-                                                    tkvi_prefill_sums *sums) {
-    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
-    tkvi_prefill_sums split;
-    split.o = o;
-    tkvi_prefill_alone(w, u, 0, -1, sums, &split);
-}
-
-/* lse: [rows], as tkvi_prefill_finish. */
+/* A work tile with memory on the stack, which has room for one output. Splits need a second output, and so they sum
+ * half of the channels of V at a time. lse: [rows], as tkvi_prefill_finish. */
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work *w, const tkvi_work_tile *u, float *lse) {
     TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
-    tkvi_prefill_sums sums;
+    const int step = w->few ? tkvi_round_up(u->v_pad / 2, 16) : u->v_pad;
+    tkvi_prefill_sums sums, split;
+    tkvi_work_tile some = *u;
     sums.o = o;
-    if (w->few) tkvi_prefill_splits_alone(w, u, &sums);
-    else tkvi_prefill_alone(w, u, 0, -1, &sums, NULL);
-    if (!tkvi_failed(u->call)) tkvi_prefill_end(u, &sums, lse);
+    split.o = o + step * tkvi_lanes_of(u->rows);
+    for (; some.v_first < u->v_pad && !tkvi_failed(u->call); some.v_first += step) {
+        some.v_pad = tkvi_min(step, u->v_pad - some.v_first);
+        tkvi_prefill_alone(w, &some, 0, -1, &sums, &split);
+        if (!tkvi_failed(u->call)) tkvi_prefill_end(&some, &sums, lse);
+    }
 }
 
 /* One work tile with prefill kernels. chunk: as in tkvi_prefill_alone. */
@@ -33391,6 +33414,7 @@ static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int numbe
     all.n = n;
     all.tile = tile;
     all.scores = area->scores;
+    all.is_loaded = 0;
     for (i = 0; i < n; i++) {
         tkvi_find_work_tile(w->call, number + i, &tile[i]);
         all.q[i] = &area->q[i];

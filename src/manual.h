@@ -848,9 +848,10 @@
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
  *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 44 KiB more. With V inside K, one call on a cache (four with
- *   parallel_for) keeps to that, and calls beside it use 37 KiB more. So do all calls if the compiler lacks GCC's
- *   atomics. Give worker threads that much.
+ *   cfg.recompute. Where tokens have moved it uses 44 KiB more. Give worker threads that much. With V inside K, one
+ *   call on a cache (four with parallel_for) works in memory of the cache. Calls beside it take up to twice as long,
+ *   and so do all calls if the compiler lacks GCC's atomics. tkv_attend_part with part 0 of 1 avoids most of that, in
+ *   a workspace of yours.
  *
  *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
  *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is

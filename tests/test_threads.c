@@ -5,7 +5,7 @@
  * finished its last.
  */
 #ifndef _XOPEN_SOURCE
-#define _XOPEN_SOURCE 600 /* pthread_attr_setstack, posix_memalign */
+#define _XOPEN_SOURCE 600
 #endif
 #include "../tieredkv.h"
 #include "tkv_test.h"
@@ -559,140 +559,6 @@ TEST(importance_does_not_depend_on_threads) {
 #endif
 }
 
-/* >>stack use of attention and appends, by the part of a filled stack that changed (api.h gives the limit) */
-#if defined(__has_feature)
-#define HAS_FEATURE(x) __has_feature(x)
-#else
-#define HAS_FEATURE(x) 0
-#endif
-#if defined(__OPTIMIZE__) && defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) &&                        \
-    !defined(__SANITIZE_THREAD__) && !HAS_FEATURE(address_sanitizer) && !HAS_FEATURE(thread_sanitizer) &&    \
-    !HAS_FEATURE(memory_sanitizer)
-enum {
-    STACK = 1 << 18,
-    STACK_LIMIT = 128 << 10,
-    OFFLOAD_STACK = 36 << 10,
-    RECOMPUTE_STACK = 68 << 10,
-    MOVED_STACK = 44 << 10,
-    WIDE = 256,
-    WIDEST = TKV_MAX_HEAD_DIM,
-    LESS_WIDE = 240, /* not a power of 2: rotations take more memory */
-    QUERIES = 16
-};
-
-typedef struct stack_call {
-    tkv_cache *kv;
-    const float *x; /* [66][WIDEST] */
-    float *out;
-    int n; /* queries; 0: appends 66 tokens instead */
-} stack_call;
-
-static int compute_zeros(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
-                         float *v) {
-    (void)user, (void)seq, (void)layer, (void)head, (void)positions;
-    if (k) memset(k, 0, (size_t)(n * WIDE) * sizeof *k);
-    if (v) memset(v, 0, (size_t)(n * WIDE) * sizeof *v);
-    return 0;
-}
-
-static void *run_stack_call(void *arg) {
-    const stack_call *c = (const stack_call *)arg;
-    int t, status = TKV_OK;
-    if (c->n) status |= tkv_attend(c->kv, 0, 0, c->x, c->n, c->out);
-    for (t = 0; !c->n && t < 66; t++) status |= tkv_append(c->kv, 0, 0, c->x, c->x, 1);
-    return status ? arg : NULL;
-}
-
-static int measure_stack(stack_call *c, unsigned char *stack) {
-    pthread_attr_t attr;
-    pthread_t thread;
-    void *failed = NULL;
-    int at = 0;
-    memset(stack, 0xa5, STACK);
-    pthread_attr_init(&attr);
-    CHECK_EQ(pthread_attr_setstack(&attr, stack, STACK), 0);
-    CHECK_EQ(pthread_create(&thread, &attr, run_stack_call, c), 0);
-    pthread_join(thread, &failed);
-    pthread_attr_destroy(&attr);
-    CHECK(failed == NULL);
-    while (at < STACK && stack[at] == 0xa5) at++;
-    return STACK - at;
-}
-
-TEST(stack_stays_below_the_documented_limit) {
-    static const tkv_format_pair pairs[] = {{TKV_F16, TKV_F16},      {TKV_Q8, TKV_Q8},
-                                            {TKV_KIVI4, TKV_KIVI2},  {TKV_A30, TKV_R30},
-                                            {TKV_A40, TKV_R15},      {TKV_KVQUANT4, TKV_KVQUANT3},
-                                            {TKV_SQUAT4, TKV_KIVI4}, {TKV_SUBSPACE4, TKV_SUBSPACE2},
-                                            {TKV_FP8_E4M3, TKV_FP4}};
-    static const int queries[] = {0, 1, QUERIES};
-    unsigned char *stack = NULL;
-    float *x = (float *)calloc(64 * WIDEST, sizeof *x),
-          *out = (float *)calloc(QUERIES * 8 * WIDEST, sizeof *out);
-    tkv_rng rng = tkv_rng_seed(3);
-    int i, meter, t, most_used = 0, used, n_offloaded;
-    stack_call c;
-    if (posix_memalign((void **)&stack, 4096, STACK) || !x || !out) exit_with_message("no memory");
-    tkv_rng_fill(&rng, x, 64 * WIDEST, 1.0);
-    for (i = 0; i < (int)(sizeof pairs / sizeof *pairs); i++)
-        for (meter = 0; meter < 8;
-             meter++) { /* 1: a meter; 2: offloaded blocks; 3: discarded; 4: LESS_WIDE; 5: 512;
-                                               * 6: WIDEST; 7: the same, V inside K */
-            tkv_config cfg = tkv_default_config();
-            cfg.model.n_layers = 1, cfg.model.n_heads = 8, cfg.model.n_kv_heads = 1,
-            cfg.model.head_dim = meter == 4   ? LESS_WIDE
-                                 : meter == 5 ? 512
-                                 : meter >= 6 ? WIDEST
-                                              : WIDE;
-            cfg.model.rope.dim = meter < 6 ? cfg.model.head_dim : 64;
-            if (meter == 7 && pairs[i].k > TKV_A15) continue; /* not for V inside K */
-            cfg.model.v_in_k = meter == 7;
-            cfg.model.v_head_dim = meter == 7 ? 512 : 0;
-            cfg.model.rope.first = meter == 7 ? 512 : 0;
-            if (meter > 4 && pairs[i].k == TKV_SQUAT4) continue; /* at most 256 channels */
-            cfg.tiers.warm = cfg.tiers.archive = pairs[i];
-            cfg.meter.heads = meter == 1 || meter == 7;
-            cfg.meter.every = meter == 1 || meter == 7;
-            cfg.importance.sample_every = 1;
-            if (meter == 2) cfg.offload.write = write_offloaded, cfg.offload.read = read_offloaded;
-            if (meter == 3) cfg.recompute.compute = compute_zeros, cfg.recompute.cost.layer_params = 1.0;
-            cfg.host.isa = tkv_test_isa();
-            memset(&c, 0, sizeof c);
-            c.x = x, c.out = out;
-            if (tkv_create(&cfg, &c.kv) != TKV_OK) exit_with_message("no cache");
-            for (t = 0; t < 4; t++) CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
-            CHECK_EQ(tkv_seq_flush(c.kv, 0, TKV_FLUSH_FULL), TKV_OK);
-            CHECK_EQ(tkv_append(c.kv, 0, 0, x, x, 64), TKV_OK);
-            n_offloaded = 0;
-            if (meter == 2) CHECK_EQ(tkv_offload(c.kv, 0, 0, 8, &n_offloaded), TKV_OK);
-            if (meter == 3) CHECK_EQ(tkv_seq_discard(c.kv, 0, 200, &n_offloaded), TKV_OK);
-            CHECK_EQ(n_offloaded > 1, meter == 2 || meter == 3);
-            for (t = 0; t < 6; t++) {
-                const int moved = t / 3 * MOVED_STACK;
-                c.n = queries[t % 3];
-                if (t == 3 && meter == 3) break; /* discarded tokens cannot move */
-                if (t == 3) CHECK_EQ(tkv_seq_shift(c.kv, 0, 70, TKV_UNLIMITED, 1000), TKV_OK);
-                used = measure_stack(&c, stack);
-                CHECK_MSG(used <= STACK_LIMIT + moved +
-                                      (!c.n         ? 0
-                                       : meter == 3 ? RECOMPUTE_STACK
-                                       : meter == 2 ? OFFLOAD_STACK
-                                                    : 0),
-                          "%d bytes: %s, %d queries, meter %d", used,
-                          tkv_get_name(TKV_NAME_FORMAT, pairs[i].k), c.n, meter);
-                most_used = used > most_used ? used : most_used;
-            }
-            tkv_destroy(c.kv);
-        }
-    CHECK_LE(16384, most_used); /* the stack was filled before */
-    free(stack);
-    free(x);
-    free(out);
-}
-#else
-TEST(stack_stays_below_the_documented_limit) { SKIP("needs an optimized x86-64 build without sanitizers"); }
-#endif
-
 /* >>quality scores from many threads, while another one requests advice */
 enum { SCORE_THREADS = 6, SCORES_EACH = 5000 };
 
@@ -782,7 +648,6 @@ NO_THREADS_(quality_does_not_depend_on_threads)
 NO_THREADS_(decode_splits_keys_prefill_splits_queries)
 NO_THREADS_(concurrent_callers)
 NO_THREADS_(concurrent_callers_with_workers)
-NO_THREADS_(stack_stays_below_the_documented_limit)
 NO_THREADS_(scores_from_many_threads)
 NO_THREADS_(pressure_from_many_threads)
 #endif
@@ -801,7 +666,6 @@ int main(int argc, char **argv) {
     RUN(tables_do_not_depend_on_threads);
     RUN(quality_does_not_depend_on_threads);
     RUN(importance_does_not_depend_on_threads);
-    RUN(stack_stays_below_the_documented_limit);
     RUN(scores_from_many_threads);
     RUN(pressure_from_many_threads);
     return tkv_test_end();

@@ -264,6 +264,7 @@ typedef struct tkvi_work_tile {
     int n_queries, head;     /* queries of the sequence; KV head */
     int first, rows;         /* range of the n_queries * heads_per_kv rows (tkvi_query_of) */
     int k_pad, v_pad;        /* head dimensions, rounded up to 16 */
+    int v_first;             /* channels v_first .. v_first + v_pad - 1 of V are summed */
     int chunk, n_chunks;     /* blocks per split; number of splits */
     tkvi_sight sight;        /* what queries see by causality and window */
     int first_end, last_end; /* least and greatest end of a query */
@@ -394,6 +395,7 @@ static void tkvi_work_tile_init(tkvi_work_tile *u, const tkvi_call *c, int item,
     u->rows = tkvi_min(c->tile, u->n_queries * c->heads_per_kv - u->first);
     u->k_pad = c->plan->geometry.k_pad;
     u->v_pad = c->plan->geometry.v_pad;
+    u->v_first = 0;
     u->chunk = tkvi_max(TKVI_MIN_SPLIT_BLOCKS, (u->list->n + c->most_splits - 1) / c->most_splits);
     u->n_chunks = (u->list->n + u->chunk - 1) / u->chunk;
     u->sight.window = c->window;
@@ -533,10 +535,14 @@ static void tkvi_sort_queries(const tkvi_work_tile *u, tkvi_queries *q, const ui
     }
 }
 
+/* `turned` of the newest block. */
+static int tkvi_newest_turned(const tkvi_work_tile *u) {
+    return TKVI_HAS_MOVES && u->list->n ? u->call->kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+}
+
 /* Finds the reference key of a work tile. */
 static void tkvi_reference_init(const tkvi_work_tile *u, tkvi_reference *ref) {
-    const tkv_cache *kv = u->call->kv;
-    ref->turned = TKVI_HAS_MOVES && u->list->n ? kv->pool.entry[u->ids[u->list->n - 1]].turned : 0;
+    ref->turned = tkvi_newest_turned(u);
     tkvi_reference_key(u, ref->newest);
     if (!tkvi_has_moved(u->list)) return;
     memcpy(ref->moved, ref->newest, sizeof ref->moved);
@@ -963,13 +969,14 @@ static void tkvi_empty_nonfinite(const tkvi_work_tile *u, const float *origins, 
 static TKVI_NOINLINE void tkvi_finish(const tkvi_work_tile *u, const float *origins, const tkvi_sums *s,
                                       int rotated) {
     const tkvi_call *c = u->call;
-    int dim = c->plan->geometry.v_head_dim, r, i, k;
+    const int dim = tkvi_min(u->v_pad, c->plan->geometry.v_head_dim - u->v_first);
+    int r, i, k;
     float *m = s->m, *l = s->l, *o = s->o;
     for (r = 0; r < u->rows; r++) {
         int head = tkvi_head_of(u, r), query = u->seq_row + tkvi_query_of(u, r), empty = !(l[r] > 0.0f);
         float origin = c->p->softcap > 0.0f || !tkvi_is_finite(origins[r]) ? 0.0f : origins[r];
         float weight = 1.0f, *row = o + r * u->v_pad;
-        ptrdiff_t at = query * c->out_row + head * c->out_head;
+        ptrdiff_t at = query * c->out_row + head * c->out_head + u->v_first;
         if (rotated && !empty) {
             float *turned = o + tkvi_space_floats(u->v_pad) + r * u->v_pad;
             c->kv->kernels->rotate_back(turned, dim);
@@ -1344,10 +1351,9 @@ static TKVI_NOINLINE void tkvi_turn_lanes(const tkvi_work_tile *u, const tkvi_an
     }
 }
 
-/* Loads the queries as the newest block sees them. rows: work space, as for tkvi_load_lanes. Returns the block's
- * `turned`. */
-static TKVI_NOINLINE int tkvi_prefill_load(const tkvi_work_tile *u, float *rows, tkvi_prefill_queries *q,
-                                           float *origin) {
+/* Loads the queries as the newest block sees them. rows: work space, as for tkvi_load_lanes. */
+static TKVI_NOINLINE void tkvi_prefill_load(const tkvi_work_tile *u, float *rows, tkvi_prefill_queries *q,
+                                            float *origin) {
     tkvi_plain_rows *plain = u->call->plain;
     tkvi_reference here, *reference = plain ? &plain->reference : &here;
     tkvi_turn room;
@@ -1359,7 +1365,6 @@ static TKVI_NOINLINE int tkvi_prefill_load(const tkvi_work_tile *u, float *rows,
     tkvi_load_lanes(u, reference->turned ? &turn : NULL, q->ref, q->lanes, rows, q->q, origin);
     if (plain) plain->is_set = 0;
     q->order = NULL;
-    return reference->turned;
 }
 
 /* Turns the queries for blocks that moved by `turned`. Origins stay. */
@@ -1434,22 +1439,25 @@ typedef struct tkvi_prefill_groups {
     tkvi_prefill_queries *q[TKVI_PREFILL_GROUPS];
     tkvi_prefill_sums *sums[TKVI_PREFILL_GROUPS];
     float *scores; /* [n][64][lanes] work space */
+    int is_loaded; /* 1: the queries are loaded as the newest block sees them, and sums have their origins */
 } tkvi_prefill_groups;
 
-/* Loads the queries of all groups, and clears their sums. Returns `turned` of the newest block. */
+/* Loads the queries of all groups unless they are loaded, and clears sums. Returns `turned` of the newest block. */
 static int tkvi_prefill_begin(const tkvi_prefill_groups *all) {
-    int i, r, turned = 0;
+    tkvi_plain_rows *plain = all->tile->call->plain;
+    int i, r;
     for (i = 0; i < all->n; i++) {
         tkvi_prefill_sums *sums = all->sums[i];
         all->q[i]->lanes = sums->lanes = all->lanes;
-        turned = tkvi_prefill_load(&all->tile[i], sums->o, all->q[i], sums->origin);
+        if (!all->is_loaded)
+            tkvi_prefill_load(&all->tile[i], plain ? plain->rows : sums->o, all->q[i], sums->origin);
         memset(sums->o, 0, (size_t)(all->tile->v_pad * all->lanes) * sizeof(float));
         for (r = 0; r < TKVI_PREFILL; r++) {
             sums->m[r] = TKVI_HIDDEN;
             sums->l[r] = sums->far_attention[r] = 0.0f;
         }
     }
-    return turned;
+    return tkvi_newest_turned(all->tile);
 }
 
 /* The step of the online softmax for one group and block i. scores: in and out, then weights. */
@@ -1491,16 +1499,18 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, in
     const tkvi_work_tile *u = all->tile;
     const tkv_cache *kv = u->call->kv;
     const tkvi_prefill *many = u->call->many;
-    const int precise = kv->tables.cfg.host.precise;
+    const int precise = kv->tables.cfg.host.precise, v_end = u->v_first + u->v_pad;
+    tkvi_side some_v;
     float *o[TKVI_PREFILL_GROUPS];
     int i, k, rotated, turned = tkvi_prefill_begin(all);
     for (k = 0; k < all->n; k++) o[k] = all->sums[k]->o;
-    for (rotated = kv->tables.any_rotated; rotated >= 0; rotated--) {
+    for (rotated = kv->tables.any_rotated && !u->call->plan->geometry.v_in_k; rotated >= 0; rotated--) {
         for (i = first; i < last; i++) {
             const int start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
             const uint8_t *bytes, *next = tkvi_next_record(u, i);
             const tkvi_record *rec = tkvi_record_of(u, i, &bytes);
             const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
+            const tkvi_side *v = u->v_pad < u->call->plan->geometry.v_pad ? &some_v : &rec->v;
             const int n = tkvi_block_tokens(kv, u->list, u->ids, i);
             if (rec->v.format->rotated != rotated || !tkvi_prefill_sees(all, i, start, end)) continue;
             if (!bytes) bytes = tkvi_bytes_of(u, i, TKV_K);
@@ -1514,8 +1524,12 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, in
                                      all->scores + k * TKVI_BLOCK * all->lanes);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
-            many->v(&rec->v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n,
-                    precise, o);
+            if (v != &rec->v) {
+                some_v = rec->v;
+                some_v.first = (int16_t)u->v_first;
+                some_v.dim = (int16_t)tkvi_min(some_v.dim, v_end);
+            }
+            many->v(v, bytes, next ? next + rec->v_at : NULL, all->scores, all->lanes, all->n, n, precise, o);
         }
         for (k = 0; k < all->n && rotated; k++)
             many->rotate_back(o[k], u->call->plan->geometry.v_head_dim, all->lanes);
@@ -1544,7 +1558,8 @@ static TKVI_NOINLINE void tkvi_prefill_finish(const tkvi_work_tile *u, tkvi_pref
     sums.far_attention = from->far_attention + first;
     sums.any = NULL;
     tkvi_empty_nonfinite(&eight, from->origin + first, &sums);
-    if (u->call->observing[TKVI_OBSERVES_QUERIES]) tkvi_prefill_observe_queries(&eight, &sums);
+    if (u->call->observing[TKVI_OBSERVES_QUERIES] && u->v_first + u->v_pad == u->call->plan->geometry.v_pad)
+        tkvi_prefill_observe_queries(&eight, &sums);
     tkvi_finish(&eight, from->origin + first, &sums, 0);
     tkvi_log_sums(&eight, &sums, lse);
 }
@@ -1614,7 +1629,11 @@ static void tkvi_prefill_splits(const tkvi_work *w, const tkvi_prefill_groups *a
     tkvi_prefill_groups one = *all;
     int chunk, i;
     tkvi_prefill_blocks(all, 0, w->few ? tkvi_split_end(u, 0) : u->list->n);
-    for (i = 0; i < all->n && w->few; i++) one.sums[i] = split[i];
+    one.is_loaded = !u->call->plain;
+    for (i = 0; i < all->n && w->few; i++) {
+        one.sums[i] = split[i];
+        memcpy(split[i]->origin, all->sums[i]->origin, sizeof split[i]->origin);
+    }
     for (chunk = 1; w->few && chunk < u->n_chunks; chunk++) {
         tkvi_prefill_blocks(&one, chunk * u->chunk, tkvi_split_end(u, chunk));
         for (i = 0; i < all->n; i++) tkvi_prefill_merge(&all->tile[i], all->sums[i], split[i]);
@@ -1662,27 +1681,25 @@ static TKVI_NOINLINE void tkvi_prefill_alone(const tkvi_work *w, const tkvi_work
     one.q[0] = &q;
     one.sums[0] = sums;
     one.scores = scores;
+    one.is_loaded = 0;
     if (chunk < 0) tkvi_prefill_splits(w, &one, &split);
     else tkvi_prefill_one_split(w, &one, number, chunk);
 }
 
-/* The same for all blocks, with sums of a split on the stack: 37 KiB more. */
-static TKVI_NOINLINE void tkvi_prefill_splits_alone(const tkvi_work *w, const tkvi_work_tile *u,
-                                                    tkvi_prefill_sums *sums) {
-    TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
-    tkvi_prefill_sums split;
-    split.o = o;
-    tkvi_prefill_alone(w, u, 0, -1, sums, &split);
-}
-
-/* lse: [rows], as tkvi_prefill_finish. */
+/* A work tile with memory on the stack, which has room for one output. Splits need a second output, and so they sum
+ * half of the channels of V at a time. lse: [rows], as tkvi_prefill_finish. */
 static TKVI_NOINLINE void tkvi_prefill_work_tile(const tkvi_work *w, const tkvi_work_tile *u, float *lse) {
     TKVI_ALIGNED float o[TKVI_PREFILL_FLOATS];
-    tkvi_prefill_sums sums;
+    const int step = w->few ? tkvi_round_up(u->v_pad / 2, 16) : u->v_pad;
+    tkvi_prefill_sums sums, split;
+    tkvi_work_tile some = *u;
     sums.o = o;
-    if (w->few) tkvi_prefill_splits_alone(w, u, &sums);
-    else tkvi_prefill_alone(w, u, 0, -1, &sums, NULL);
-    if (!tkvi_failed(u->call)) tkvi_prefill_end(u, &sums, lse);
+    split.o = o + step * tkvi_lanes_of(u->rows);
+    for (; some.v_first < u->v_pad && !tkvi_failed(u->call); some.v_first += step) {
+        some.v_pad = tkvi_min(step, u->v_pad - some.v_first);
+        tkvi_prefill_alone(w, &some, 0, -1, &sums, &split);
+        if (!tkvi_failed(u->call)) tkvi_prefill_end(&some, &sums, lse);
+    }
 }
 
 /* One work tile with prefill kernels. chunk: as in tkvi_prefill_alone. */
@@ -1742,6 +1759,7 @@ static TKVI_NOINLINE int tkvi_run_prefill_together(const tkvi_work *w, int numbe
     all.n = n;
     all.tile = tile;
     all.scores = area->scores;
+    all.is_loaded = 0;
     for (i = 0; i < n; i++) {
         tkvi_find_work_tile(w->call, number + i, &tile[i]);
         all.q[i] = &area->q[i];

@@ -197,6 +197,7 @@ typedef struct tkvi_side {
     tkv_side which;
     tkvi_tile_counts tiles; /* by width */
     int16_t dim, pad;       /* channels, and channels rounded up to 16 */
+    int16_t first;          /* V inside K: the first channel of V that a prefill kernel sums; 0: all */
     int16_t group;          /* values per scale: 64, 32, or TKV_MAX_HEAD_DIM (one scale a token) */
     int16_t groups;         /* K: along the 64 tokens; V: along the channels */
     int8_t tokens;          /* capacity: 64, or fewer in an exact side */

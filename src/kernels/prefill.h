@@ -70,7 +70,8 @@ typedef struct tkvi_prefill {
      * q: [n_groups]; scores: [n_groups][64][lanes] */
     void (*k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, tkvi_prefill_queries *const *q,
               int n_groups, int n, int n_limbs, float *scores);
-    /* p: [n_groups][64][lanes], zero beyond n; out: [n_groups], each [channel][lanes]. s may be a view of K */
+    /* p: [n_groups][64][lanes], zero beyond n; out: [n_groups], each [channel - s->first][lanes]. s may be a view
+     * of K */
     void (*v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p, int lanes,
               int n_groups, int n, int precise, float *const *out);
     int (*softmax_step)(const tkvi_softmax_args *w); /* returns 1 if w->shrink must be applied to outputs */
@@ -182,11 +183,14 @@ static TKVI_NOINLINE void tkvi_prefill_sort(const tkvi_side *s, tkvi_prefill_que
     q->order = s->order;
 }
 
-/* 1 if one of n positions has a channel of V inside K. */
+/* 1 if a channel of K is one that V inside K sums. */
+static int tkvi_is_viewed(const tkvi_side *s, int channel) { return channel >= s->first && channel < s->dim; }
+
+/* 1 if one of n positions has such a channel. */
 static int tkvi_has_viewed(const tkvi_side *s, int position, int n) {
     int i;
     for (i = 0; i < n; i++)
-        if (tkvi_channel(s, position + i) < s->dim) return 1;
+        if (tkvi_is_viewed(s, tkvi_channel(s, position + i))) return 1;
     return 0;
 }
 
