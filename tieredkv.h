@@ -748,24 +748,23 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Layers take turns,
+ *   after 512 tokens, over all sequences, and a new one each time that their number has doubled. Layers take turns,
  *   so some make a table up to 63 tokens later. Blocks that are due before the first stay in the next better tier until
  *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
- *   compresses from its first block on. tkv_refresh_calibration learns again, for example after a change of subject.
- *   tkv_freeze_calibration makes missing tables at once and stops learning.
+ *   compresses from its first block on, and does not learn. tkv_refresh_calibration learns anew, for example after a
+ *   change of subject: the next table comes 512 tokens later. tkv_freeze_calibration makes missing tables at once and
+ *   stops learning.
  *
  * Recipe R3: loading a calibration
  *     size_t size;
  *     if (tkv_create(&cfg, &kv)) return 1;
- *     for (int n = 0; n < 2176; n += 64) {                 // tables are final at the first append after 2,111 tokens
+ *     for (int n = 0; n < 2176; n += 64) {                 // each layer has the table of 2,048 tokens
  *         for (int layer = 0; layer < LAYERS; layer++) {
  *             run_model(64);
  *             if (tkv_append(kv, 0, layer, k, v, 64) || tkv_attend(kv, 0, layer, q, 64, out)) return 1;
  *         }
  *     }
- *     tkv_calibration_info info;
- *     if (tkv_get_calibration(kv, &info)) return 1;
- *     if (info.n_learning) puts("not final yet: append more tokens");
+ *     if (tkv_freeze_calibration(kv)) return puts(tkv_get_last_error(kv)), 1;
  *     if (tkv_save_calibration(kv, NULL, 0, &size)) return 1;           // NULL only counts
  *     void *bytes = malloc(size);
  *     if (!bytes || tkv_save_calibration(kv, bytes, size, &size)) return 1;
@@ -2344,7 +2343,8 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * total. Prompts in large chunks have a higher peak, because a chunk is exact until the next append. With
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
- * calibration is loaded.
+ * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
+ * fewer if no block has the oldest one any more.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -2751,16 +2751,19 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  */
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
- *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
- *                       stay in the next better tier until then. Then each append of a token codes two of them.
- *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics
- * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later.
+ *   512 tokens seen        by a layer, over all sequences: its next append makes a table. Blocks that were due
+ *                          earlier stay in the next better tier until then. Then each append of a token codes two
+ *                          of them.
+ *   1,024, 2,048, 4,096 ...   the layer makes a new table for later blocks. Older text counts less in it.
+ * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later. A layer has four
+ * tables at most. A fifth takes the place of the one that fewest blocks have, which are coded again. In place, and
+ * under a budget below 256 times the bytes of a table, there are two: the second comes at 2,048 tokens and is the last.
  *
- * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
+ * The caller need not do anything. After a change of subject, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
  * its tables for other caches of the same model. Those caches then compress from their first block on.
  *
- * KVQUANT formats learn their ranges and levels at the same two points. SQUAT formats learn from the queries of 64
+ * KVQUANT formats learn their ranges and levels at the same points. SQUAT formats learn from the queries of 64
  * tokens, and code as KIVI until then. This state of SQUAT is not saved. Learning from attention needs atomics
  * (gcc, clang). Without atomics, the tables depend on the keys alone. Tables do not depend on the thread count.
  *
@@ -2768,7 +2771,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  * head_dim^2), plus decoding 16 blocks per layer. KVQUANT decodes these blocks three times. */
 typedef struct tkv_calibration_info {
     int n_calibrated; /* layers that have a table */
-    int n_learning;   /* layers that still collect statistics for a table */
+    int n_learning; /* layers that collect statistics for a new table: all that learn, until load or freeze */
 } tkv_calibration_info;
 /* Reports the tables. Errors: TKV_ERR_ARG. Cost: O(layers). */
 TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out);
@@ -2780,9 +2783,10 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
  *   TKV_ERR_ARG        a pointer is missing
  * Cost: O(bytes). */
 TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed);
-/* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
- * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
- * continues to learn (A and R formats share one kind, KVQUANT has another).
+/* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Layers that get one stop
+ * learning, until tkv_refresh_calibration. Any bytes are safe to try. The formats may differ from those of the cache
+ * that saved. A layer whose statistics were not saved continues to learn (A and R formats share one kind, KVQUANT has
+ * another).
  * Errors:
  *   TKV_ERR_DATA       damaged, or another model (layers, KV heads, head dimensions); for KVQUANT formats also
  *                      another cfg.model.rope, or bits of cfg.format.kvquant other than NORM differ
@@ -2794,8 +2798,9 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
  *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv);
-/* Learns again from the next 2,048 tokens, for example after a change of subject. The new tables serve later
- * blocks, as after a load. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
+/* Learns anew, for example after a change of subject. A layer that has seen 512 tokens since its last table makes the
+ * pending one at its next append. The next comes after 512 more, then after 1,024 and so on, as from the start. Call it
+ * where the subject changes, not later. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
 TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv);
 /* Samples for tkv_fit_calibration: keys and values of one layer, as a forward pass computes them. */
 typedef struct tkv_samples {
@@ -6984,6 +6989,17 @@ static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     }
 }
 
+/* Writes |v|^2 of the 64 tokens of a block, from their scales alone. It is off by a tenth or so. A token of unit
+ * variance has scale step / (1 - D), where D is the error of the grid. So each square below is ((1 - D) / step)^2. */
+static void tkvi_r_squares(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, float *squares) {
+    static const float by_half_bits[9] = {0.0f, 0.0f, 0.159f, 4106.0f, 0.783f, 0.0f, 2.70f, 0.0f, 8.71f};
+    const float unit = by_half_bits[s->half_bits] * (float)s->dim;
+    TKVI_ALIGNED float scale[TKVI_BLOCK], zero[TKVI_BLOCK];
+    int t;
+    tkvi_r_meta(s, src, ops, scale, zero);
+    for (t = 0; t < TKVI_BLOCK; t++) squares[t] = scale[t] * scale[t] * unit;
+}
+
 #endif /* TKVI_FORMATS_R_H */
 /* ======== formats/kvquant.h ======== */
 /*
@@ -10407,8 +10423,9 @@ typedef struct tkvi_softmax_args {
     const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
     float *m, *l;               /* so far: maximum, up to TKVI_MAX_SLACK too low; sum of p */
     float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
-    float *far_attention;       /* sum of p^2 so far, or NULL */
+    float *far_attention;       /* sum of p^2 |v|^2 so far, or NULL */
     const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
+    const float *squares;       /* [64] |v|^2 of its tokens, if sampled_lanes is not NULL */
 } tkvi_softmax_args;
 
 /* Rows of queries. */
@@ -14006,7 +14023,7 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         if (!a->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
             const tkvi_vf y = tkvi_vf_load(s + t * lanes);
-            squares = tkvi_vf_madd(y, y, squares);
+            squares = tkvi_vf_madd(tkvi_vf_mul(y, tkvi_vf_splat(a->squares[t])), y, squares);
         }
         if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
         by = tkvi_vf_mul(by, by);
@@ -17169,7 +17186,7 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         if (!a->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
             const tkvi_vf y = tkvi_vf_load(s + t * lanes);
-            squares = tkvi_vf_madd(y, y, squares);
+            squares = tkvi_vf_madd(tkvi_vf_mul(y, tkvi_vf_splat(a->squares[t])), y, squares);
         }
         if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
         by = tkvi_vf_mul(by, by);
@@ -20663,7 +20680,7 @@ TKVI_KERNEL int TKVI_N(prefill_softmax_step)(const tkvi_softmax_args *a) {
         if (!a->far_attention) continue;
         for (t = 0; t < TKVI_BLOCK && a->sampled_lanes; t++) {
             const tkvi_vf y = tkvi_vf_load(s + t * lanes);
-            squares = tkvi_vf_madd(y, y, squares);
+            squares = tkvi_vf_madd(tkvi_vf_mul(y, tkvi_vf_splat(a->squares[t])), y, squares);
         }
         if (a->sampled_lanes) squares = tkvi_vf_mul(squares, tkvi_vf_load(a->sampled_lanes + lane));
         by = tkvi_vf_mul(by, by);
@@ -25425,13 +25442,14 @@ typedef struct tkvi_seq {
 #define TKVI_SUMS_FLOATS(v_pad) (2 * tkvi_min(TKVI_ROWS * (v_pad), TKVI_ROW_CHANNELS) + 3 * TKVI_ROWS + 16)
 #define TKVI_MAX_SUMS_FLOATS (2 * TKVI_ROW_CHANNELS + 3 * TKVI_ROWS + 16)
 
-/* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, a better one from TKVI_SECOND_TABLE_TOKENS
- * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
+/* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, and a new one each time that their number has
+ * doubled (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
 #define TKVI_FIRST_TABLE_TOKENS 512
-#define TKVI_SECOND_TABLE_TOKENS 2048
-#define TKVI_LEARN_STEPS 16 /* most tokens over which the heads of a table are spread */
+#define TKVI_LAST_TABLE_TOKENS 2048 /* of a cache that keeps two tables (tkvi_keeps_two_tables) */
+#define TKVI_LEARN_STEPS 16         /* most tokens over which the heads of a table are spread */
 #define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
+#define TKVI_IN_PLACE_VERSIONS 2    /* table versions in place; more would take bytes from the tokens */
+#define TKVI_LEAST_BUDGET_SHARE 256 /* a budget has room for more than two versions of at most 1/256 of it */
 
 /* Progress of the query statistics of a layer (learn/query_stats.h). */
 typedef struct tkvi_query_stats {
@@ -25461,18 +25479,40 @@ static int tkvi_learn_steps(const tkvi_plan *p) {
 
 /* The next table of a layer, while its heads are learned one by one. */
 typedef struct tkvi_next_table {
+    int due;      /* tokens that the layer has seen when the table is due; 0: TKVI_FIRST_TABLE_TOKENS */
+    int last;     /* tokens that it had seen when the last one was made */
+    int restarts; /* 1: collection restarts after the table (tkv_refresh_calibration) */
     int version, n_heads; /* n_heads: those that the version has */
 } tkvi_next_table;
+
+/* A sum of floats that does not depend on their order, because it is of integers. */
+typedef struct tkvi_wide_sum {
+    int64_t whole, part; /* part: unit 1 / TKVI_WIDE_UNIT */
+} tkvi_wide_sum;
+
+#define TKVI_WIDE_UNIT ((int64_t)1 << 40)
+
+/* x: at least 0. More than 1e12 counts as 1e12. */
+static void tkvi_add_to_wide_sum(tkvi_wide_sum *sum, float x) {
+    const double y = x > 0.0f ? (x < 1e12f ? (double)x : 1e12) : 0.0;
+    const int64_t whole = (int64_t)y;
+    sum->whole += whole;
+    sum->part += (int64_t)((y - (double)whole) * (double)TKVI_WIDE_UNIT);
+}
+
+static float tkvi_wide_sum_value(const tkvi_wide_sum *sum) {
+    return (float)((double)sum->whole + (double)sum->part / (double)TKVI_WIDE_UNIT);
+}
 
 /* Statistics of attention. Arrays are NULL where no format needs them. See tkvi_places. */
 typedef struct tkvi_stats {
     int lock; /* of all statistics and of attention scores */
     /* learn/statistics.h */
     int *tokens_seen; /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    tkvi_next_table *next_table; /* [n_layers] */
-    int64_t *q_sq_sum;           /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int64_t *n_sampled;          /* [n_layers][n_kv_heads] queries in these sums */
+    tkvi_next_table *next_table;  /* [n_layers] */
+    int64_t *q_sq_sum;            /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    tkvi_wide_sum *far_attention; /* [n_layers][n_kv_heads] sums of p^2 |v|^2 over far keys */
+    int64_t *n_sampled;           /* [n_layers][n_kv_heads] queries in these sums */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
     int64_t *q_products;       /* [n_layers][n_kv_heads][tkvi_n_products] sums of q q^T */
@@ -25549,7 +25589,7 @@ static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.q_sq_sum + p->at.channels + (size_t)head * (size_t)p->geometry.head_dim;
 }
 
-static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
+static tkvi_wide_sum *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.far_attention + kv->tables.plan[layer].at.heads + (size_t)head;
 }
 
@@ -25919,7 +25959,7 @@ static size_t tkvi_q_sq_sum_bytes(const tkvi_places *end) {
 }
 
 static size_t tkvi_stats_bytes(const tkvi_places *end) {
-    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(2u * end->heads * sizeof(int64_t));
+    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(end->heads * (sizeof(tkvi_wide_sum) + sizeof(int64_t)));
 }
 
 /* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
@@ -25931,14 +25971,15 @@ static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     kv->stats.q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->stats.q_sq_sum) return 0;
     memset(kv->stats.q_sq_sum, 0, bytes);
-    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
-    kv->stats.n_sampled = kv->stats.far_attention + kv->tables.end.heads;
+    kv->stats.n_sampled = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
+    kv->stats.far_attention = (tkvi_wide_sum *)(void *)(kv->stats.n_sampled + kv->tables.end.heads);
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.end));
-    kv->stats.q_sq_sum = kv->stats.far_attention = kv->stats.n_sampled = NULL;
+    kv->stats.q_sq_sum = kv->stats.n_sampled = NULL;
+    kv->stats.far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */
@@ -26613,7 +26654,7 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
 /* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
 typedef struct tkvi_sums {
     float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
-    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys, for rows of consumers that want it */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 |v|^2 over far keys, for rows of consumers that want it */
     float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
     float *o; /* [2][tkvi_rows_of(v_pad)][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;
@@ -27665,25 +27706,29 @@ static void tkvi_learn_tokens(tkv_cache *kv, int layer, int version, const tkv_s
  * makes a table from them and manages the table's versions. core/allocate.h turns a table into bits.
  *
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
- *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
+ *   reach of a head          = sum of p^2 |v|^2 over keys more than TKVI_FAR tokens back
  *
  * Where V is inside K, the error e of a channel adds p (v - o) q e to the output by its key, and p e by its value. So
  * the squares of its queries grow by 1 / E|v - o|^2 for each query, if it is a channel of V (tkvi_add_use_of_v).
  *
- * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
+ * learn/sample_queries.h collects q^2 and p^2 |v|^2 for one query in 16. It adds integers, so results do not depend
  * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
- * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
- * the layer gets a second, better version for later blocks. Layers take turns, so some get a version up to 63 tokens
- * later. A block keeps the version that it was coded with. After the second version collection stops, until
- * tkv_refresh_calibration restarts it. bench/QUALITY.md compares these tables with loaded ones.
+ * Without a budget, blocks that are due earlier wait in the next better tier. Each time that the number of tokens has
+ * doubled, the layer gets a new version for later blocks. Layers take turns, so some get a version up to 63 tokens
+ * later. A block keeps the version that it was coded with, until the layer needs the version for a new table
+ * (tkvi_retire_version). After each table the sums count a quarter, so that text of the past fades. In place, and where
+ * a budget has no room for more versions, the second table comes at TKVI_LAST_TABLE_TOKENS tokens and is the last. That
+ * and a loaded or frozen table stay until tkv_refresh_calibration. bench/QUALITY.md compares these tables with loaded
+ * ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
 
 
 #define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
+#define TKVI_FADE 2        /* after a table, statistics count 1 / 2^2 */
 
 /* >>logarithms of statistics, in 1/8 octaves */
 #define TKVI_LOG8_NONE (-1200)
@@ -27708,8 +27753,8 @@ typedef struct tkvi_gather {
     const tkvi_geometry *geometry;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM]; /* smallest and largest key element of a channel */
-    float v_most, v_sum; /* of |v|^2: the largest of a token; the sum over the tokens */
-    int down;            /* values are divided by 2^down before they are summed as integers */
+    float v_most;                                        /* the largest |v|^2 of a token */
+    int down; /* values are divided by 2^down before they are summed as integers */
     int64_t tokens;
 } tkvi_gather;
 
@@ -27748,7 +27793,7 @@ static float tkvi_sum_of_squares(const float *x, int n) {
     return total;
 }
 
-/* First pass: tokens, low, high, v_most and v_sum. */
+/* First pass: tokens, low, high and v_most. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const int dv = g->geometry->v_head_dim;
@@ -27765,7 +27810,6 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     for (t = 0; t < n; t++) {
         const float squares = tkvi_sum_of_squares(tkvi_is_view(&r->v) ? k + t * stride : v + t * dv, dv);
         g->v_most = squares > g->v_most ? squares : g->v_most;
-        g->v_sum = tkvi_f32(g->v_sum + squares);
     }
     g->tokens += n;
 }
@@ -27873,7 +27917,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         }
         if (p < dim) rank[best] = -2000000;
     }
-    h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
+    h->reach = tkvi_log8(tkvi_wide_sum_value(tkvi_far_attention_of(kv, layer, head)));
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     /* Later keys can differ more than a few tokens do, or a run of almost equal ones. The window of scales has 16
      * octaves, so unused ones cost little. */
@@ -27897,6 +27941,11 @@ static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     }
 }
 
+/* Returns the version of its layer's table that a layout is of; -1: it needs no table. */
+static int tkvi_version_of(const tkv_cache *kv, int layout) {
+    return layout < kv->tables.n_keys ? -1 : (layout - kv->tables.n_keys) % TKVI_VERSIONS;
+}
+
 /* Returns a version of the layer's table that is neither current nor used by a block, or -1. The first table is
  * version 0. In place only versions that have their memory already count. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
@@ -27908,8 +27957,8 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            const int own = tkvi_block_of(kv, ids[i])->layout - kv->tables.n_keys;
-            if (own >= 0) used[own % TKVI_VERSIONS] = 1;
+            const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+            if (version >= 0) used[version] = 1;
         }
     }
     for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
@@ -27941,13 +27990,53 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)g->n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->stats.tokens_seen[layer] = again ? 0 : -1;
-    kv->stats.next_table[layer].n_heads = 0;
+    memset(&kv->stats.next_table[layer], 0, sizeof kv->stats.next_table[layer]);
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)g->head_dim * sizeof(int64_t));
-    memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
+    memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(tkvi_wide_sum));
     memset(tkvi_n_sampled_of(kv, layer, 0), 0, n * sizeof(int64_t));
+}
+
+/* Lets the layer's statistics count 1 / 2^shift of what they did. */
+static void tkvi_fade_statistics(tkv_cache *kv, int layer, int shift) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    int head, c;
+    for (head = 0; head < g->n_kv_heads; head++) {
+        int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
+        tkvi_wide_sum *far_attention = tkvi_far_attention_of(kv, layer, head);
+        for (c = 0; c < g->head_dim; c++) asked[c] >>= shift;
+        far_attention->part = far_attention->part / (1 << shift) +
+                              (far_attention->whole % (1 << shift)) * (TKVI_WIDE_UNIT / (1 << shift));
+        far_attention->whole >>= shift;
+        *tkvi_n_sampled_of(kv, layer, head) >>= shift;
+    }
+}
+
+/* 1 if a layer's second table is its last: more versions would take too many bytes. */
+static int tkvi_keeps_two_tables(const tkv_cache *kv) {
+    const size_t budget = kv->tables.cfg.budget.bytes;
+    return kv->pool.keep_all || (budget && kv->tables.version_bytes > budget / TKVI_LEAST_BUDGET_SHARE);
+}
+
+/* Decides when the layer's next table is due, after it has got one. had: 1 if that was not the first one. */
+static void tkvi_plan_next_table(tkv_cache *kv, int layer, int had) {
+    tkvi_next_table *next = &kv->stats.next_table[layer];
+    int *seen = &kv->stats.tokens_seen[layer];
+    if (*seen < 0) return;
+    if (tkvi_keeps_two_tables(kv)) {
+        next->due = TKVI_LAST_TABLE_TOKENS;
+        next->n_heads = 0;
+        if (had) tkvi_learned(kv, layer, 0);
+        return;
+    }
+    if (kv->tables.plan[layer].allocates) tkvi_fade_statistics(kv, layer, TKVI_FADE);
+    if (next->restarts) *seen = next->due = 0;
+    next->due = tkvi_max(next->due, TKVI_FIRST_TABLE_TOKENS);
+    while (next->due <= *seen && next->due < TKVI_FOREVER / 2) next->due *= 2;
+    next->last = *seen;
+    next->restarts = next->n_heads = 0;
 }
 
 /* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It
@@ -27974,7 +28063,9 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
     const int n_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     const int64_t seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1,
-                  after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
+                  after = kv->stats.tokens_seen
+                              ? tkvi_max(kv->stats.next_table[layer].due, TKVI_FIRST_TABLE_TOKENS)
+                              : 0,
                   turn = after + (kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
                                                               : tkvi_table_delay(&kv->tables.plan[layer])),
                   steps = tkvi_learn_steps(&kv->tables.plan[layer]);
@@ -27989,8 +28080,8 @@ static int tkvi_is_table_due(const tkv_cache *kv, int layer, int n) {
 }
 
 /* Learns the heads of the layer's next table that are due, and uses the table when it has all. n: as in
- * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A second table
- * without memory is tried again later, because the first one still works. Must not run in an open step: an abort
+ * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A later table
+ * without memory is tried again later, because the last one still works. Must not run in an open step: an abort
  * would not restore the table. */
 static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
@@ -28003,13 +28094,11 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     if (tkvi_n_readable_tokens(kv, layer) < (n == TKVI_ANY_TOKENS && had < 0 ? 1 : TKVI_BLOCK)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
+        next->due = kv->stats.tokens_seen[layer] + TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_allocate_version(kv, version)) {
-        if (had >= 0 && kv->heap.limit)
-            kv->stats.tokens_seen[layer] =
-                TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
+        if (had >= 0 && kv->heap.limit) next->due = kv->stats.tokens_seen[layer] + TKVI_BLOCK;
         return had >= 0;
     }
     if (version != next->version) next->n_heads = 0;
@@ -28018,10 +28107,9 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
         tkvi_learn_head(kv, layer, next->n_heads, version);
     if (n_due < n_heads) return 1;
     if (kv->tables.plan[layer].allocates) tkvi_compare_heads(kv, layer, version);
-    next->n_heads = 0;
     tkvi_learn_tokens(kv, layer, version, NULL);
     tkvi_table_use(kv, layer, version);
-    if (had >= 0) tkvi_learned(kv, layer, 0);
+    tkvi_plan_next_table(kv, layer, had >= 0);
     tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
                     had < 0 ? "a layer has its first table" : "a layer has a better table");
     return 1;
@@ -28123,7 +28211,7 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
 #define TKVI_LEARN_SAMPLE_QUERIES_H
 
 
-#define TKVI_STATS_EVERY 8 /* positions from one query that is sampled for statistics to the next */
+#define TKVI_STATS_EVERY 16 /* positions from one query that is sampled for statistics to the next */
 
 /* Statistics need atomics. Without them tables come from the keys alone. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -28146,8 +28234,7 @@ static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_ev
 static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     tkv_cache *kv = v->kv;
     int dim = tkvi_geometry_of(kv, v->stored)->head_dim, r, c;
-    int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head),
-            *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
+    int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
     (void)state;
     tkvi_lock(&kv->stats.lock);
@@ -28160,7 +28247,8 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
             asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
         if (l[r] > 0.0f)
-            *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
+            tkvi_add_to_wide_sum(tkvi_far_attention_of(kv, v->stored, v->head),
+                                 v->sums->far_attention[r] / (l[r] * l[r]));
     }
     tkvi_unlock(&kv->stats.lock);
     return 0;
@@ -28580,6 +28668,21 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
     return tkvi_ok(kv);
 }
 
+/* Makes the layer learn a table of newer tokens. If it has seen enough tokens since its last table, the next append
+ * makes the pending table first. */
+static void tkvi_restart_learning(tkv_cache *kv, int layer) {
+    tkvi_next_table *next = &kv->stats.next_table[layer];
+    const int seen = kv->stats.tokens_seen[layer];
+    if (seen >= 0 && seen - next->last >= TKVI_FIRST_TABLE_TOKENS) {
+        next->due = tkvi_min(tkvi_max(next->due, TKVI_FIRST_TABLE_TOKENS), seen);
+        next->restarts = 1;
+        return;
+    }
+    if (seen >= 0 && kv->tables.plan[layer].allocates) tkvi_fade_statistics(kv, layer, TKVI_FADE);
+    memset(next, 0, sizeof *next);
+    kv->stats.tokens_seen[layer] = 0;
+}
+
 TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     tkv_status st;
     int layer;
@@ -28587,7 +28690,7 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     st = tkvi_between_steps(kv);
     if (!st && !tkvi_allocate_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
-        if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
+        if (tkvi_has_table(kv, layer)) tkvi_restart_learning(kv, layer);
         tkvi_query_stats_restart(kv, layer);
     }
     return st ? st : tkvi_ok(kv);
@@ -30825,6 +30928,71 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
 }
 
 #endif /* TKVI_RECLAIM_STALE_H */
+/* ======== reclaim/versions.h ======== */
+/*
+ * reclaim/versions.h - frees versions of a layer's table. A block keeps the version that it was coded with, and there
+ * are TKVI_VERSIONS of them. So a new table can need the version of old blocks, which are then coded again.
+ *
+ * Tables are made when the number of tokens has doubled. So the oldest version has few blocks: of 8,192 tokens those of
+ * the first table are about 512. Coding them again adds about the error that they have, once.
+ */
+#ifndef TKVI_RECLAIM_VERSIONS_H
+#define TKVI_RECLAIM_VERSIONS_H
+
+
+/* Codes each block of the layer that has `version` again, with the current version. Returns 0 without memory. */
+static int tkvi_recode_version(tkv_cache *kv, int layer, int version) {
+    const int current = kv->tables.current_version[layer];
+    int seq, i, is_packed;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            const int layout = b->layout - version + current;
+            tkvi_recoding r;
+            if (tkvi_version_of(kv, b->layout) != version) continue;
+            if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
+            r = tkvi_describe_recoding(kv, layer, list, ids, i, layout, &is_packed);
+            r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i)); /* slots stay */
+            tkvi_recode_block(&kv->pool, kv->pool.entry[ids[i]].block, layout, tkvi_recode_heads, &r);
+        }
+    }
+    return 1;
+}
+
+/* Frees a version of the layer's table for a new one, if all are in use: codes the blocks of one again with the current
+ * version. It takes the version of the fewest blocks, which is the oldest as a rule. A version stays that a block
+ * outside RAM has. */
+static void tkvi_retire_version(tkv_cache *kv, int layer) {
+    int n[TKVI_VERSIONS] = {0}, outside[TKVI_VERSIONS] = {0}, seq, i, v, fewest = -1;
+    if (tkvi_free_version(kv, layer) >= 0 || tkvi_has_open_step(kv)) return;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            const int version = tkvi_version_of(kv, b->layout);
+            if (version < 0) continue;
+            n[version]++;
+            outside[version] |= tkvi_is_offloaded(b);
+        }
+    }
+    outside[(int)kv->tables.current_version[layer]] = 1;
+    for (v = 0; v < TKVI_VERSIONS; v++)
+        if (n[v] && !outside[v] && (fewest < 0 || n[v] < n[fewest])) fewest = v;
+    if (fewest >= 0) (void)tkvi_recode_version(kv, layer, fewest);
+}
+
+/* As tkvi_make_due_table. First it frees a version for the table, if none is free. */
+static int tkvi_renew_table(tkv_cache *kv, int layer, int n) {
+    if (kv->tables.current_version[layer] >= 0 && tkvi_n_heads_due(kv, layer, n) &&
+        !kv->stats.next_table[layer].n_heads)
+        tkvi_retire_version(kv, layer);
+    return tkvi_make_due_table(kv, layer, n);
+}
+
+#endif /* TKVI_RECLAIM_VERSIONS_H */
 /* ======== reclaim/budget.h ======== */
 /*
  * reclaim/budget.h - keeps everything that a cache holds within its budget. When bytes are needed, blocks are
@@ -32505,16 +32673,49 @@ static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries
 }
 
 /* >>split: the online softmax over one range of blocks */
-/* Adds the sums of p^2 of block i to far_attention of the rows that want it. The sink block does not count, nor a
- * block that ends less than TKVI_FAR before the query. */
-static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
-    int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
-    if (i < u->list->sinks) return;
-    for (r = 0; r < u->rows; r++) {
+/* Bits of the rows that add block i to far_attention. The sink block does not count, nor a block that ends less than
+ * TKVI_FAR before the query. */
+static uint32_t tkvi_rows_far_from(const tkvi_work_tile *u, int i) {
+    const int end = tkvi_block_end(u->call->kv, u->list, u->ids, i);
+    uint32_t rows = 0;
+    int r;
+    for (r = 0; r < u->rows && u->far_rows && i >= u->list->sinks; r++)
+        if (end + TKVI_FAR <= tkvi_index_of(u, r)) rows |= u->far_rows & 1u << r;
+    return rows;
+}
+
+/* Writes |v|^2 of the n tokens of a block, and 0 for the other slots. bytes: of the record's V. Only ratios between the
+ * heads of a layer count. So a layer with one head gets 1 for each token, and so does V inside K, whose norms would
+ * have to be decoded. */
+static TKVI_NOINLINE void tkvi_value_squares(const tkvi_work_tile *u, const tkvi_record *rec,
+                                             const uint8_t *bytes, int n, float *squares) {
+    const tkvi_geometry *g = &u->call->plan->geometry;
+    const tkvi_simd_ops *simd_ops = u->call->kv->kernels->simd_ops;
+    const int at_once = tkvi_max(1, tkvi_min(TKVI_BLOCK, 1024 / g->v_head_dim));
+    float x[1024];
+    int t, k;
+    if (rec->v.format->rotated && g->n_kv_heads > 1) {
+        tkvi_r_squares(&rec->v, simd_ops, bytes, squares);
+        return;
+    }
+    for (t = 0; t < TKVI_BLOCK; t++) squares[t] = t < n ? 1.0f : 0.0f;
+    for (t = 0; t < n && g->n_kv_heads > 1 && !tkvi_is_view(&rec->v); t += at_once) {
+        const int some = tkvi_min(at_once, n - t);
+        tkvi_values(&rec->v, simd_ops, bytes, t, some, x, (size_t)g->v_head_dim);
+        for (k = 0; k < some; k++) squares[t + k] = tkvi_sum_of_squares(x + k * g->v_head_dim, g->v_head_dim);
+    }
+}
+
+/* Adds the sums of p^2 |v|^2 of a block to far_attention of `rows`. */
+static TKVI_NOINLINE void tkvi_add_far(uint32_t rows, const float *squares, const float *p,
+                                       float *far_attention) {
+    int r, t, k;
+    for (r = 0; rows >> r; r++) {
+        const float *row = p + r * TKVI_BLOCK;
         float sum[16] = {0};
-        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_index_of(u, r)) continue;
+        if (!(rows >> r & 1)) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
-            for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
+            for (k = 0; k < 16; k++) sum[k] += row[t + k] * row[t + k] * squares[t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
     }
 }
@@ -32530,8 +32731,9 @@ static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int
 static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_queries *q, int chunk,
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK], squares[TKVI_BLOCK];
     int i, r, space, last = tkvi_split_end(u, chunk), stride = tkvi_space_floats(u->v_pad);
+    uint32_t far_rows;
     tkvi_block_view b;
     b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
@@ -32563,10 +32765,14 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
             }
             sums->l[r] += sum[r];
         }
-        if (u->far_rows) tkvi_add_far(u, i, p, sums->far_attention);
         rec = b.record;
         bytes = b.bytes ? b.bytes + rec->v_at : tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
+        far_rows = tkvi_rows_far_from(u, i);
+        if (far_rows) {
+            tkvi_value_squares(u, rec, bytes, n_tokens, squares);
+            tkvi_add_far(far_rows, squares, p, sums->far_attention);
+        }
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
         tkvi_add_values(kv->kernels, &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p,
@@ -33072,18 +33278,12 @@ static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const
     }
 }
 
-/* sampled_lanes: 1 for lanes that add block i to far_attention, by the rule of tkvi_add_far. Returns 0 if all
- * are 0. */
-static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
-    int r, any = 0;
-    if (!u->far_rows || i < u->list->sinks) return 0;
-    memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
-    for (r = 0; r < u->rows; r++)
-        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_index_of(u, r)) {
-            sampled_lanes[r] = 1.0f;
-            any = 1;
-        }
-    return any;
+/* sampled_lanes: 1 for lanes that add block i to far_attention. Returns 0 if all are 0. */
+static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, float *sampled_lanes) {
+    const uint32_t rows = tkvi_rows_far_from(u, i);
+    int r;
+    for (r = 0; r < TKVI_PREFILL && rows; r++) sampled_lanes[r] = rows >> r & 1 ? 1.0f : 0.0f;
+    return rows != 0;
 }
 
 /* Groups of rows of one KV head that go through the blocks together, and share what is unpacked. A group is a work
@@ -33115,10 +33315,12 @@ static int tkvi_prefill_begin(const tkvi_prefill_groups *all) {
     return tkvi_newest_turned(all->tile);
 }
 
-/* The step of the online softmax for one group and block i. scores: in and out, then weights. */
+/* The step of the online softmax for one group and block i. scores: in and out, then weights. bytes: of the record's
+ * V. */
 static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, int start, int end,
+                                               const tkvi_record *rec, const uint8_t *bytes,
                                                tkvi_prefill_sums *sums, float *scores) {
-    TKVI_ALIGNED float shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
+    TKVI_ALIGNED float shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL], squares[TKVI_BLOCK];
     TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
     const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
     tkvi_softmax_args w;
@@ -33133,7 +33335,10 @@ static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, i
     if (u->changes || !tkvi_has_all_slots(e) || tkvi_is_adjusted(u, i))
         tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
     w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
-    w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
+    w.sampled_lanes = tkvi_sample_lanes(u, i, sampled_lanes) ? sampled_lanes : NULL;
+    w.squares = squares;
+    if (w.sampled_lanes)
+        tkvi_value_squares(u, rec, bytes, tkvi_block_tokens(u->call->kv, u->list, u->ids, i), squares);
     if (u->call->many->softmax_step(&w)) u->call->many->shrink(sums->o, u->v_pad, w.lanes, shrink);
 }
 
@@ -33174,11 +33379,11 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, in
                 tkvi_prefill_turn(&all->tile[k], e->turned, all->sums[k]->origin, all->q[k]);
             turned = e->turned;
             many->k(&rec->k, bytes, next, all->q, all->n, n, tkvi_n_limbs(&rec->k, precise), all->scores);
-            for (k = 0; k < all->n; k++)
-                tkvi_prefill_softmax(&all->tile[k], i, start, end, all->sums[k],
-                                     all->scores + k * TKVI_BLOCK * all->lanes);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
+            for (k = 0; k < all->n; k++)
+                tkvi_prefill_softmax(&all->tile[k], i, start, end, rec, bytes, all->sums[k],
+                                     all->scores + k * TKVI_BLOCK * all->lanes);
             if (v != &rec->v) {
                 some_v = rec->v;
                 some_v.first = (int16_t)u->v_first;
@@ -34833,7 +35038,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
-    if (!has_step && !tkvi_make_due_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
+    if (!has_step && !tkvi_renew_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
     if (has_budget) {
         tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
         if (!is_covered) st = tkvi_reclaim(kv, request, budget);
@@ -34955,7 +35160,7 @@ static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int all_due, int flush, i
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const int n_next = tkvi_max(1, list->len - list->chunk_start); /* as many as the last time */
         if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
-        ready = tkvi_make_due_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
+        ready = tkvi_renew_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
         if (!ready) break;
         tkvi_query_stats_learn(kv, layer);
         ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
@@ -34998,7 +35203,7 @@ static int tkvi_make_due_tables(tkv_cache *kv, const tkvi_idle_work *work) {
     int layer, ready = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready; layer++) {
         if (kv->tables.plan[layer].stored_layer != layer || !tkvi_has_time(kv, work)) continue;
-        ready = tkvi_make_due_table(kv, layer, 1);
+        ready = tkvi_renew_table(kv, layer, 1);
         if (ready) tkvi_query_stats_learn(kv, layer);
     }
     return ready;
@@ -38384,6 +38589,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     int i, c, first_delay = TKVI_BLOCK,
               last_delay = 0; /* of the first and the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
+    const int two_tables =
+        h->cfg.budget.bytes && tkvi_version_bytes(h) > h->cfg.budget.bytes / TKVI_LEAST_BUDGET_SHARE;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     outside.blocks = not_in_ram->outside;
     discarded.blocks = not_in_ram->discarded;
@@ -38428,11 +38635,12 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.scratch = tkvi_scratch_bytes(&fixed);
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
-    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
+    if (h->any_shared && (!two_tables || learned <= TKVI_LAST_TABLE_TOKENS + last_delay))
         m.tables += tkvi_stats_bytes(&h->end);
-    if (learned > TKVI_FIRST_TABLE_TOKENS + first_delay || h->cfg.budget.bytes)
-        m.tables += tkvi_version_bytes(h);
-    if (learned > TKVI_SECOND_TABLE_TOKENS + first_delay) m.tables += tkvi_version_bytes(h);
+    for (i = 0; i < (two_tables ? 2 : TKVI_VERSIONS); i++) {
+        const int64_t at = two_tables && i ? TKVI_LAST_TABLE_TOKENS : TKVI_FIRST_TABLE_TOKENS << i;
+        if (learned > at + first_delay || (i == 0 && h->cfg.budget.bytes)) m.tables += tkvi_version_bytes(h);
+    }
     if (all) {
         m.index +=
             tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);

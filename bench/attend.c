@@ -28,11 +28,11 @@
  *   own     error of the format itself on Gaussian values, relative L2
  *
  * --listen: the cache collects statistics, because it has no tables yet (500 tokens) or after
- * tkv_refresh_calibration. It decodes 8 tokens repeatedly from the same length. Attention collects from one query
- * in eight. Columns:
- *   quiet us     append and attend of the other seven tokens, per token and layer, the least of many times
- *   collecting   the same for the eighth token
- *   more         time that collecting adds to eight tokens
+ * tkv_refresh_calibration. It decodes 16 tokens repeatedly from the same length. Attention collects from one query
+ * in 16. Columns:
+ *   quiet us     append and attend of the other 15 tokens, per token and layer, the least of many times
+ *   collecting   the same for the last token
+ *   more         time that collecting adds to 16 tokens
  * A step of a model also has matrix products, so the share there is smaller.
  */
 #ifndef _DEFAULT_SOURCE
@@ -186,7 +186,7 @@ static void measure(const options *o, const group *g, const tkv_config *shape, c
 }
 
 /* >>collecting statistics */
-enum { STEPS = 8 };
+enum { STEPS = 16 };
 
 /* Decodes STEPS tokens and updates the least seconds of each. tkv_seq_abort then removes the tokens. */
 static void decode(tkv_cache *kv, const tkv_config *cfg, const float *values, const float *q, float *out,
@@ -222,7 +222,7 @@ static tkv_cache *collecting_cache(tkv_cache *kv, const tkv_config *cfg, int ctx
 static void measure_collecting(const options *o, const tkv_config *shape, const char *plan, int ctx,
                                const float *values, const float *q) {
     float *out = (float *)bench_alloc((size_t)(shape->model.n_heads * shape->model.head_dim) * sizeof(float));
-    double least[STEPS] = {0, 0, 0, 0, 0, 0, 0, 0}, quiet = 0.0, collecting = 0.0, start = bench_seconds(0);
+    double least[STEPS] = {0}, quiet = 0.0, collecting = 0.0, start = bench_seconds(0);
     tkv_config cfg = *shape;
     tkv_cache *kv = NULL;
     set_plan(&cfg, o, plan, ctx);
@@ -234,8 +234,8 @@ static void measure_collecting(const options *o, const tkv_config *shape, const 
         decode(kv, &cfg, values, q, out, least);
     }
     for (int i = 0; i < STEPS;
-         i++) { /* token ctx + i; statistics come from positions 7, 15, 23, ... (learn/statistics.h) */
-        if ((ctx + i) % 8 == 7) collecting = least[i] / cfg.model.n_layers * 1e6;
+         i++) { /* token ctx + i; statistics come from positions 15, 31, ... (learn/sample_queries.h) */
+        if ((ctx + i) % STEPS == STEPS - 1) collecting = least[i] / cfg.model.n_layers * 1e6;
         else quiet += least[i] / cfg.model.n_layers / (STEPS - 1) * 1e6;
     }
     bench_clear_line();

@@ -44,6 +44,8 @@ static const char usage[] =
     "  --question TEXT       line with the question (What is the pass key? The pass key is)\n"
     "  --threads N           number of plans and windows measured at once (1)\n"
     "  --csv FILE            writes the table as CSV, one line per plan and window\n"
+    "  --positions FILE      writes the KL divergence of each position as CSV (bench/pairs.py compares "
+    "plans)\n"
     "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
     "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
@@ -898,6 +900,14 @@ static void write_csv(FILE *csv, const plan *p,
     fflush(csv);
 }
 
+static void write_positions(FILE *csv, const plan *p, const result *r) {
+    for (int i = 0; i < all.n_windows; i++)
+        for (int j = 0; j < r[i].n; j++)
+            fprintf(csv, "\"%s\",%d:%d,%d,%.4e\n", p->name, all.windows[i].from, all.windows[i].length,
+                    all.from + j, r[i].kl[j]);
+    fflush(csv);
+}
+
 static void print_row(const plan *p, const result *r) {
     const summary s = summarize(r, all.windows, all.n_windows);
     const double growth = exp(s.delta.mean);
@@ -918,7 +928,7 @@ static void print_row(const plan *p, const result *r) {
 }
 
 /* Runs the jobs on several threads. Prints a plan's row, in the order of the plans, as soon as its jobs are done. */
-static void run_jobs(int jobs, int threads, FILE *csv) {
+static void run_jobs(int jobs, int threads, FILE *csv, FILE *positions) {
     all.next = 0;
     all.last = jobs;
     memset(all.results, 0, (size_t)jobs * sizeof *all.results);
@@ -934,6 +944,7 @@ static void run_jobs(int jobs, int threads, FILE *csv) {
         progress(0);
         print_row(&all.plans[i], r);
         if (csv) write_csv(csv, &all.plans[i], r);
+        if (positions) write_positions(positions, &all.plans[i], r);
         pthread_mutex_unlock(&all.lock);
     }
     for (int i = 0; i < threads; i++) pthread_join(thread[i], NULL);
@@ -959,11 +970,11 @@ static int option_number(const char *name, const char *value, int least) {
 }
 
 int main(int argc, char **argv) {
-    const char *csv_path = NULL, *data = getenv("TKV_DATA");
+    const char *csv_path = NULL, *positions_path = NULL, *data = getenv("TKV_DATA");
     int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, exact_jobs = 0;
     double work = 0;
     float theta = 0;
-    FILE *csv = NULL;
+    FILE *csv = NULL, *positions = NULL;
     all.from = -1;
     all.cache_dir = "build/quality";
     all.needle = "The pass key is #####. Remember it. ##### is the pass key.";
@@ -984,6 +995,7 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--from") == 0) all.from = option_number(name, value, 0);
         else if (strcmp(name, "--threads") == 0) threads = option_number(name, value, 1);
         else if (strcmp(name, "--csv") == 0) csv_path = value;
+        else if (strcmp(name, "--positions") == 0) positions_path = value;
         else if (strcmp(name, "--cache") == 0) all.cache_dir = value;
         else if (strcmp(name, "--needle") == 0) all.needle = value;
         else if (strcmp(name, "--question") == 0) all.question = value;
@@ -1020,6 +1032,11 @@ int main(int argc, char **argv) {
     if (!all.n_plans) fail("no plan is left");
     learn_tables();
     make_directory(all.cache_dir);
+    if (positions_path) {
+        positions = fopen(positions_path, "wb");
+        if (!positions) fail("cannot write %s", positions_path);
+        fprintf(positions, "plan,window,position,kl\n");
+    }
     if (csv_path) {
         csv = fopen(csv_path, "wb");
         if (!csv) fail("cannot write %s", csv_path);
@@ -1039,7 +1056,7 @@ int main(int argc, char **argv) {
     for (i = 0; i < all.n_keys; i++, exact_jobs = 1) work += work_of(0, all.keys[i].n);
     all.exact = 1;
     progress_begin("exact", work);
-    if (exact_jobs) run_jobs(all.per_plan, threads, NULL);
+    if (exact_jobs) run_jobs(all.per_plan, threads, NULL, NULL);
     all.exact = 0;
     keep_known_keys();
     all.per_plan = all.n_windows + all.n_keys;
@@ -1047,7 +1064,8 @@ int main(int argc, char **argv) {
         work += all.n_plans * work_of(0, i < all.n_windows ? all.windows[i].length : all.keys[0].n);
     print_head();
     progress_begin("plans", work);
-    run_jobs(all.n_plans * all.per_plan, threads, csv);
+    run_jobs(all.n_plans * all.per_plan, threads, csv, positions);
     if (csv && fclose(csv) != 0) fail("cannot write %s", csv_path);
+    if (positions && fclose(positions) != 0) fail("cannot write %s", positions_path);
     return 0;
 }

@@ -1156,7 +1156,8 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * total. Prompts in large chunks have a higher peak, because a chunk is exact until the next append. With
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
- * calibration is loaded.
+ * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
+ * fewer if no block has the oldest one any more.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -1563,16 +1564,19 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  */
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
- *   512 tokens seen     by a layer, over all sequences: its next append makes a table. Blocks that were due earlier
- *                       stay in the next better tier until then. Then each append of a token codes two of them.
- *   2,048 tokens seen   the layer makes a better table for later blocks, and stops collecting statistics
- * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later.
+ *   512 tokens seen        by a layer, over all sequences: its next append makes a table. Blocks that were due
+ *                          earlier stay in the next better tier until then. Then each append of a token codes two
+ *                          of them.
+ *   1,024, 2,048, 4,096 ...   the layer makes a new table for later blocks. Older text counts less in it.
+ * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later. A layer has four
+ * tables at most. A fifth takes the place of the one that fewest blocks have, which are coded again. In place, and
+ * under a budget below 256 times the bytes of a table, there are two: the second comes at 2,048 tokens and is the last.
  *
- * The caller need not do anything. If the first tokens were not typical, call tkv_refresh_calibration. A table cuts
+ * The caller need not do anything. After a change of subject, call tkv_refresh_calibration. A table cuts
  * off ranges above four times the range seen. It also cuts off means of keys beyond +-65504. A cache can save
  * its tables for other caches of the same model. Those caches then compress from their first block on.
  *
- * KVQUANT formats learn their ranges and levels at the same two points. SQUAT formats learn from the queries of 64
+ * KVQUANT formats learn their ranges and levels at the same points. SQUAT formats learn from the queries of 64
  * tokens, and code as KIVI until then. This state of SQUAT is not saved. Learning from attention needs atomics
  * (gcc, clang). Without atomics, the tables depend on the keys alone. Tables do not depend on the thread count.
  *
@@ -1580,7 +1584,7 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  * head_dim^2), plus decoding 16 blocks per layer. KVQUANT decodes these blocks three times. */
 typedef struct tkv_calibration_info {
     int n_calibrated; /* layers that have a table */
-    int n_learning;   /* layers that still collect statistics for a table */
+    int n_learning; /* layers that collect statistics for a new table: all that learn, until load or freeze */
 } tkv_calibration_info;
 /* Reports the tables. Errors: TKV_ERR_ARG. Cost: O(layers). */
 TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info *out);
@@ -1592,9 +1596,10 @@ TKV_API tkv_status tkv_get_calibration(const tkv_cache *kv, tkv_calibration_info
  *   TKV_ERR_ARG        a pointer is missing
  * Cost: O(bytes). */
 TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed);
-/* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Any bytes are safe
- * to try. The formats may differ from those of the cache that saved. A layer whose statistics were not saved
- * continues to learn (A and R formats share one kind, KVQUANT has another).
+/* Loads saved tables. They serve the blocks coded from now on; stored blocks keep their table. Layers that get one stop
+ * learning, until tkv_refresh_calibration. Any bytes are safe to try. The formats may differ from those of the cache
+ * that saved. A layer whose statistics were not saved continues to learn (A and R formats share one kind, KVQUANT has
+ * another).
  * Errors:
  *   TKV_ERR_DATA       damaged, or another model (layers, KV heads, head dimensions); for KVQUANT formats also
  *                      another cfg.model.rope, or bits of cfg.format.kvquant other than NORM differ
@@ -1606,8 +1611,9 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
  *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv);
-/* Learns again from the next 2,048 tokens, for example after a change of subject. The new tables serve later
- * blocks, as after a load. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
+/* Learns anew, for example after a change of subject. A layer that has seen 512 tokens since its last table makes the
+ * pending one at its next append. The next comes after 512 more, then after 1,024 and so on, as from the start. Call it
+ * where the subject changes, not later. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
 TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv);
 /* Samples for tkv_fit_calibration: keys and values of one layer, as a forward pass computes them. */
 typedef struct tkv_samples {

@@ -746,24 +746,23 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a better one after 2,048. It then stops learning. Layers take turns,
+ *   after 512 tokens, over all sequences, and a new one each time that their number has doubled. Layers take turns,
  *   so some make a table up to 63 tokens later. Blocks that are due before the first stay in the next better tier until
  *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
- *   compresses from its first block on. tkv_refresh_calibration learns again, for example after a change of subject.
- *   tkv_freeze_calibration makes missing tables at once and stops learning.
+ *   compresses from its first block on, and does not learn. tkv_refresh_calibration learns anew, for example after a
+ *   change of subject: the next table comes 512 tokens later. tkv_freeze_calibration makes missing tables at once and
+ *   stops learning.
  *
  * Recipe R3: loading a calibration
  *     size_t size;
  *     if (tkv_create(&cfg, &kv)) return 1;
- *     for (int n = 0; n < 2176; n += 64) {                 // tables are final at the first append after 2,111 tokens
+ *     for (int n = 0; n < 2176; n += 64) {                 // each layer has the table of 2,048 tokens
  *         for (int layer = 0; layer < LAYERS; layer++) {
  *             run_model(64);
  *             if (tkv_append(kv, 0, layer, k, v, 64) || tkv_attend(kv, 0, layer, q, 64, out)) return 1;
  *         }
  *     }
- *     tkv_calibration_info info;
- *     if (tkv_get_calibration(kv, &info)) return 1;
- *     if (info.n_learning) puts("not final yet: append more tokens");
+ *     if (tkv_freeze_calibration(kv)) return puts(tkv_get_last_error(kv)), 1;
  *     if (tkv_save_calibration(kv, NULL, 0, &size)) return 1;           // NULL only counts
  *     void *bytes = malloc(size);
  *     if (!bytes || tkv_save_calibration(kv, bytes, size, &size)) return 1;

@@ -116,6 +116,7 @@ extern "C" {
 #include "reclaim/evict_tokens.h"
 #include "reclaim/demand.h"
 #include "reclaim/stale.h"
+#include "reclaim/versions.h"
 #include "reclaim/budget.h"
 #include "reclaim/adapt.h"
 #include "attention/attend.h"

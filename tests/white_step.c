@@ -40,6 +40,7 @@ typedef struct model_layer {
     int needs_table[TKV_TIER_COUNT], learns; /* learns: a tier needs a table */
     int delay;                               /* tokens by which the first table is delayed */
     int n_seen, n_tables;                    /* tokens seen, or -1: the layer collects nothing; tables made */
+    int due;                                 /* n_seen at which the next table is due */
 } model_layer;
 
 typedef struct model_list {
@@ -139,16 +140,15 @@ static void make_table_if_due(int layer, int n) {
             const model_block *b = &list[s][layer].block[i];
             if (!b->sink && b->tier != TKV_TIER_ARCHIVE) n_held += block_end(&list[s][layer], i) - b->start;
         }
-    if (!p->learns || p->n_seen < (forced ? 1 : 512) || n_held < (forced ? 1 : BLOCK)) return;
-    if (!forced && p->n_seen + n <= 512 + p->delay) return; /* layers take turns */
-    p->n_seen = -1;
+    if (!p->learns || p->n_seen < (forced ? 1 : p->due) || n_held < (forced ? 1 : BLOCK)) return;
+    if (!forced && p->n_seen + n <= p->due + p->delay) return; /* layers take turns */
+    while (p->due <= p->n_seen) p->due *= 2;
     p->n_tables++;
 }
 
 static void count_seen(int layer, int n) {
     model_layer *p = &plan[layer];
-    if (p->learns && p->n_seen >= 0)
-        p->n_seen = p->n_seen + n < TKVI_SECOND_TABLE_TOKENS ? p->n_seen + n : TKVI_SECOND_TABLE_TOKENS;
+    if (p->learns && p->n_seen >= 0) p->n_seen += n;
 }
 
 /* 1 if the cache has demoted as many blocks of a list as the model. */
@@ -570,7 +570,10 @@ static tkv_status call_calibration(void) {
         }
         CHECK_CALL(st == (any_open ? TKV_ERR_STATE : TKV_OK), "%s", tkv_get_status_text(st));
         for (layer = 0; layer < LAYERS && !st; layer++)
-            if (plan[layer].learns && plan[layer].n_seen < 0) plan[layer].n_seen = 0;
+            if (plan[layer].learns && plan[layer].n_tables) {
+                plan[layer].n_seen = 0;
+                plan[layer].due = TKVI_FIRST_TABLE_TOKENS;
+            }
         return st;
     }
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
@@ -731,6 +734,7 @@ static void init_model(const tkv_config *cfg, const tkv_layer_config *layers) {
         }
         p->learns = p->own && (p->needs_table[TKV_TIER_WARM] || p->needs_table[TKV_TIER_ARCHIVE]);
         p->n_seen = p->n_tables = 0;
+        p->due = TKVI_FIRST_TABLE_TOKENS;
     }
     for (i = 0; i < LAYERS; i++) {
         model_layer *source = &plan[plan[i].source];

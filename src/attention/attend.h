@@ -850,16 +850,49 @@ static TKVI_NOINLINE int tkvi_joint_scores(const tkvi_work_tile *u, tkvi_queries
 }
 
 /* >>split: the online softmax over one range of blocks */
-/* Adds the sums of p^2 of block i to far_attention of the rows that want it. The sink block does not count, nor a
- * block that ends less than TKVI_FAR before the query. */
-static TKVI_NOINLINE void tkvi_add_far(const tkvi_work_tile *u, int i, const float *p, float *far_attention) {
-    int end = tkvi_block_end(u->call->kv, u->list, u->ids, i), r, t, k;
-    if (i < u->list->sinks) return;
-    for (r = 0; r < u->rows; r++) {
+/* Bits of the rows that add block i to far_attention. The sink block does not count, nor a block that ends less than
+ * TKVI_FAR before the query. */
+static uint32_t tkvi_rows_far_from(const tkvi_work_tile *u, int i) {
+    const int end = tkvi_block_end(u->call->kv, u->list, u->ids, i);
+    uint32_t rows = 0;
+    int r;
+    for (r = 0; r < u->rows && u->far_rows && i >= u->list->sinks; r++)
+        if (end + TKVI_FAR <= tkvi_index_of(u, r)) rows |= u->far_rows & 1u << r;
+    return rows;
+}
+
+/* Writes |v|^2 of the n tokens of a block, and 0 for the other slots. bytes: of the record's V. Only ratios between the
+ * heads of a layer count. So a layer with one head gets 1 for each token, and so does V inside K, whose norms would
+ * have to be decoded. */
+static TKVI_NOINLINE void tkvi_value_squares(const tkvi_work_tile *u, const tkvi_record *rec,
+                                             const uint8_t *bytes, int n, float *squares) {
+    const tkvi_geometry *g = &u->call->plan->geometry;
+    const tkvi_simd_ops *simd_ops = u->call->kv->kernels->simd_ops;
+    const int at_once = tkvi_max(1, tkvi_min(TKVI_BLOCK, 1024 / g->v_head_dim));
+    float x[1024];
+    int t, k;
+    if (rec->v.format->rotated && g->n_kv_heads > 1) {
+        tkvi_r_squares(&rec->v, simd_ops, bytes, squares);
+        return;
+    }
+    for (t = 0; t < TKVI_BLOCK; t++) squares[t] = t < n ? 1.0f : 0.0f;
+    for (t = 0; t < n && g->n_kv_heads > 1 && !tkvi_is_view(&rec->v); t += at_once) {
+        const int some = tkvi_min(at_once, n - t);
+        tkvi_values(&rec->v, simd_ops, bytes, t, some, x, (size_t)g->v_head_dim);
+        for (k = 0; k < some; k++) squares[t + k] = tkvi_sum_of_squares(x + k * g->v_head_dim, g->v_head_dim);
+    }
+}
+
+/* Adds the sums of p^2 |v|^2 of a block to far_attention of `rows`. */
+static TKVI_NOINLINE void tkvi_add_far(uint32_t rows, const float *squares, const float *p,
+                                       float *far_attention) {
+    int r, t, k;
+    for (r = 0; rows >> r; r++) {
+        const float *row = p + r * TKVI_BLOCK;
         float sum[16] = {0};
-        if (!(u->far_rows >> r & 1) || end + TKVI_FAR > tkvi_index_of(u, r)) continue;
+        if (!(rows >> r & 1)) continue;
         for (t = 0; t < TKVI_BLOCK; t += 16)
-            for (k = 0; k < 16; k++) sum[k] += p[r * TKVI_BLOCK + t + k] * p[r * TKVI_BLOCK + t + k];
+            for (k = 0; k < 16; k++) sum[k] += row[t + k] * row[t + k] * squares[t + k];
         for (k = 0; k < 16; k++) far_attention[r] += sum[k];
     }
 }
@@ -875,8 +908,9 @@ static void tkvi_begin_space(const tkvi_work_tile *u, const tkvi_sums *sums, int
 static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_queries *q, int chunk,
                                             const tkvi_sums *sums) {
     const tkv_cache *kv = u->call->kv;
-    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK];
+    TKVI_ALIGNED float scores[TKVI_ROWS * TKVI_BLOCK], p[TKVI_ROWS * TKVI_BLOCK], squares[TKVI_BLOCK];
     int i, r, space, last = tkvi_split_end(u, chunk), stride = tkvi_space_floats(u->v_pad);
+    uint32_t far_rows;
     tkvi_block_view b;
     b.block = -1;
     sums->any[0] = sums->any[1] = 0.0f;
@@ -908,10 +942,14 @@ static TKVI_NOINLINE void tkvi_attend_split(const tkvi_work_tile *u, tkvi_querie
             }
             sums->l[r] += sum[r];
         }
-        if (u->far_rows) tkvi_add_far(u, i, p, sums->far_attention);
         rec = b.record;
         bytes = b.bytes ? b.bytes + rec->v_at : tkvi_bytes_of(u, i, TKV_V);
         if (!bytes) return;
+        far_rows = tkvi_rows_far_from(u, i);
+        if (far_rows) {
+            tkvi_value_squares(u, rec, bytes, n_tokens, squares);
+            tkvi_add_far(far_rows, squares, p, sums->far_attention);
+        }
         space = rec->v.format->rotated;
         tkvi_begin_space(u, sums, space);
         tkvi_add_values(kv->kernels, &rec->v, bytes, b.next_bytes ? b.next_bytes + rec->v_at : NULL, p,
@@ -1417,18 +1455,12 @@ static TKVI_NOINLINE void tkvi_adjust_score_lanes(const tkvi_work_tile *u, const
     }
 }
 
-/* sampled_lanes: 1 for lanes that add block i to far_attention, by the rule of tkvi_add_far. Returns 0 if all
- * are 0. */
-static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, int end, float *sampled_lanes) {
-    int r, any = 0;
-    if (!u->far_rows || i < u->list->sinks) return 0;
-    memset(sampled_lanes, 0, TKVI_PREFILL * sizeof *sampled_lanes);
-    for (r = 0; r < u->rows; r++)
-        if (u->far_rows >> r & 1 && end + TKVI_FAR <= tkvi_index_of(u, r)) {
-            sampled_lanes[r] = 1.0f;
-            any = 1;
-        }
-    return any;
+/* sampled_lanes: 1 for lanes that add block i to far_attention. Returns 0 if all are 0. */
+static int tkvi_sample_lanes(const tkvi_work_tile *u, int i, float *sampled_lanes) {
+    const uint32_t rows = tkvi_rows_far_from(u, i);
+    int r;
+    for (r = 0; r < TKVI_PREFILL && rows; r++) sampled_lanes[r] = rows >> r & 1 ? 1.0f : 0.0f;
+    return rows != 0;
 }
 
 /* Groups of rows of one KV head that go through the blocks together, and share what is unpacked. A group is a work
@@ -1460,10 +1492,12 @@ static int tkvi_prefill_begin(const tkvi_prefill_groups *all) {
     return tkvi_newest_turned(all->tile);
 }
 
-/* The step of the online softmax for one group and block i. scores: in and out, then weights. */
+/* The step of the online softmax for one group and block i. scores: in and out, then weights. bytes: of the record's
+ * V. */
 static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, int start, int end,
+                                               const tkvi_record *rec, const uint8_t *bytes,
                                                tkvi_prefill_sums *sums, float *scores) {
-    TKVI_ALIGNED float shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL];
+    TKVI_ALIGNED float shrink[TKVI_PREFILL], sampled_lanes[TKVI_PREFILL], squares[TKVI_BLOCK];
     TKVI_ALIGNED int32_t low[TKVI_PREFILL], high[TKVI_PREFILL];
     const tkvi_entry *e = &u->call->kv->pool.entry[u->ids[i]];
     tkvi_softmax_args w;
@@ -1478,7 +1512,10 @@ static TKVI_NOINLINE void tkvi_prefill_softmax(const tkvi_work_tile *u, int i, i
     if (u->changes || !tkvi_has_all_slots(e) || tkvi_is_adjusted(u, i))
         tkvi_adjust_score_lanes(u, sums->origin, i, w.lanes, scores);
     w.low = tkvi_visible_lanes(u, i, start, end, low, high) ? low : NULL;
-    w.sampled_lanes = tkvi_sample_lanes(u, i, end, sampled_lanes) ? sampled_lanes : NULL;
+    w.sampled_lanes = tkvi_sample_lanes(u, i, sampled_lanes) ? sampled_lanes : NULL;
+    w.squares = squares;
+    if (w.sampled_lanes)
+        tkvi_value_squares(u, rec, bytes, tkvi_block_tokens(u->call->kv, u->list, u->ids, i), squares);
     if (u->call->many->softmax_step(&w)) u->call->many->shrink(sums->o, u->v_pad, w.lanes, shrink);
 }
 
@@ -1519,11 +1556,11 @@ static TKVI_NOINLINE void tkvi_prefill_blocks(const tkvi_prefill_groups *all, in
                 tkvi_prefill_turn(&all->tile[k], e->turned, all->sums[k]->origin, all->q[k]);
             turned = e->turned;
             many->k(&rec->k, bytes, next, all->q, all->n, n, tkvi_n_limbs(&rec->k, precise), all->scores);
-            for (k = 0; k < all->n; k++)
-                tkvi_prefill_softmax(&all->tile[k], i, start, end, all->sums[k],
-                                     all->scores + k * TKVI_BLOCK * all->lanes);
             bytes = tkvi_bytes_of(u, i, TKV_V);
             if (!bytes) return;
+            for (k = 0; k < all->n; k++)
+                tkvi_prefill_softmax(&all->tile[k], i, start, end, rec, bytes, all->sums[k],
+                                     all->scores + k * TKVI_BLOCK * all->lanes);
             if (v != &rec->v) {
                 some_v = rec->v;
                 some_v.first = (int16_t)u->v_first;

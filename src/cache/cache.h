@@ -108,13 +108,14 @@ typedef struct tkvi_seq {
 #define TKVI_SUMS_FLOATS(v_pad) (2 * tkvi_min(TKVI_ROWS * (v_pad), TKVI_ROW_CHANNELS) + 3 * TKVI_ROWS + 16)
 #define TKVI_MAX_SUMS_FLOATS (2 * TKVI_ROW_CHANNELS + 3 * TKVI_ROWS + 16)
 
-/* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, a better one from TKVI_SECOND_TABLE_TOKENS
- * (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
+/* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, and a new one each time that their number has
+ * doubled (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
 #define TKVI_FIRST_TABLE_TOKENS 512
-#define TKVI_SECOND_TABLE_TOKENS 2048
-#define TKVI_LEARN_STEPS 16 /* most tokens over which the heads of a table are spread */
+#define TKVI_LAST_TABLE_TOKENS 2048 /* of a cache that keeps two tables (tkvi_keeps_two_tables) */
+#define TKVI_LEARN_STEPS 16         /* most tokens over which the heads of a table are spread */
 #define TKVI_FAR 128
-#define TKVI_IN_PLACE_VERSIONS 2 /* table versions; more only come with tkv_refresh_calibration */
+#define TKVI_IN_PLACE_VERSIONS 2    /* table versions in place; more would take bytes from the tokens */
+#define TKVI_LEAST_BUDGET_SHARE 256 /* a budget has room for more than two versions of at most 1/256 of it */
 
 /* Progress of the query statistics of a layer (learn/query_stats.h). */
 typedef struct tkvi_query_stats {
@@ -144,18 +145,40 @@ static int tkvi_learn_steps(const tkvi_plan *p) {
 
 /* The next table of a layer, while its heads are learned one by one. */
 typedef struct tkvi_next_table {
+    int due;      /* tokens that the layer has seen when the table is due; 0: TKVI_FIRST_TABLE_TOKENS */
+    int last;     /* tokens that it had seen when the last one was made */
+    int restarts; /* 1: collection restarts after the table (tkv_refresh_calibration) */
     int version, n_heads; /* n_heads: those that the version has */
 } tkvi_next_table;
+
+/* A sum of floats that does not depend on their order, because it is of integers. */
+typedef struct tkvi_wide_sum {
+    int64_t whole, part; /* part: unit 1 / TKVI_WIDE_UNIT */
+} tkvi_wide_sum;
+
+#define TKVI_WIDE_UNIT ((int64_t)1 << 40)
+
+/* x: at least 0. More than 1e12 counts as 1e12. */
+static void tkvi_add_to_wide_sum(tkvi_wide_sum *sum, float x) {
+    const double y = x > 0.0f ? (x < 1e12f ? (double)x : 1e12) : 0.0;
+    const int64_t whole = (int64_t)y;
+    sum->whole += whole;
+    sum->part += (int64_t)((y - (double)whole) * (double)TKVI_WIDE_UNIT);
+}
+
+static float tkvi_wide_sum_value(const tkvi_wide_sum *sum) {
+    return (float)((double)sum->whole + (double)sum->part / (double)TKVI_WIDE_UNIT);
+}
 
 /* Statistics of attention. Arrays are NULL where no format needs them. See tkvi_places. */
 typedef struct tkvi_stats {
     int lock; /* of all statistics and of attention scores */
     /* learn/statistics.h */
     int *tokens_seen; /* [n_layers] tokens appended since collection began; -1: nothing is collected */
-    tkvi_next_table *next_table; /* [n_layers] */
-    int64_t *q_sq_sum;           /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
-    int64_t *far_attention;      /* [n_layers][n_kv_heads] sums of p^2 over far keys */
-    int64_t *n_sampled;          /* [n_layers][n_kv_heads] queries in these sums */
+    tkvi_next_table *next_table;  /* [n_layers] */
+    int64_t *q_sq_sum;            /* [n_layers][n_kv_heads][head_dim] sums of squared queries */
+    tkvi_wide_sum *far_attention; /* [n_layers][n_kv_heads] sums of p^2 |v|^2 over far keys */
+    int64_t *n_sampled;           /* [n_layers][n_kv_heads] queries in these sums */
     /* learn/query_stats.h */
     tkvi_query_stats *queries; /* [n_layers] */
     int64_t *q_products;       /* [n_layers][n_kv_heads][tkvi_n_products] sums of q q^T */
@@ -232,7 +255,7 @@ static int64_t *tkvi_q_sq_sum_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.q_sq_sum + p->at.channels + (size_t)head * (size_t)p->geometry.head_dim;
 }
 
-static int64_t *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
+static tkvi_wide_sum *tkvi_far_attention_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.far_attention + kv->tables.plan[layer].at.heads + (size_t)head;
 }
 
@@ -602,7 +625,7 @@ static size_t tkvi_q_sq_sum_bytes(const tkvi_places *end) {
 }
 
 static size_t tkvi_stats_bytes(const tkvi_places *end) {
-    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(2u * end->heads * sizeof(int64_t));
+    return tkvi_q_sq_sum_bytes(end) + tkvi_align_up(end->heads * (sizeof(tkvi_wide_sum) + sizeof(int64_t)));
 }
 
 /* Allocates the statistics if a format needs them. Under a limit it first gives free pages back, because they count.
@@ -614,14 +637,15 @@ static int tkvi_allocate_stats(tkv_cache *kv, tkvi_heap *heap) {
     kv->stats.q_sq_sum = (int64_t *)tkvi_get(heap, bytes);
     if (!kv->stats.q_sq_sum) return 0;
     memset(kv->stats.q_sq_sum, 0, bytes);
-    kv->stats.far_attention = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
-    kv->stats.n_sampled = kv->stats.far_attention + kv->tables.end.heads;
+    kv->stats.n_sampled = kv->stats.q_sq_sum + tkvi_q_sq_sum_bytes(&kv->tables.end) / sizeof(int64_t);
+    kv->stats.far_attention = (tkvi_wide_sum *)(void *)(kv->stats.n_sampled + kv->tables.end.heads);
     return 1;
 }
 
 static void tkvi_free_stats(tkv_cache *kv) {
     tkvi_put(&kv->heap, kv->stats.q_sq_sum, tkvi_stats_bytes(&kv->tables.end));
-    kv->stats.q_sq_sum = kv->stats.far_attention = kv->stats.n_sampled = NULL;
+    kv->stats.q_sq_sum = kv->stats.n_sampled = NULL;
+    kv->stats.far_attention = NULL;
 }
 
 /* >>sizes of the fixed piece */

@@ -23,7 +23,7 @@
 /* Partial results of attention over one split, or over several merged splits. p = exp(score - m). */
 typedef struct tkvi_sums {
     float *m, *l;         /* [TKVI_ROWS] largest score; sum of p */
-    float *far_attention; /* [TKVI_ROWS] sum of p^2 over far keys, for rows of consumers that want it */
+    float *far_attention; /* [TKVI_ROWS] sum of p^2 |v|^2 over far keys, for rows of consumers that want it */
     float *any;           /* [2] not 0: that half of o is in use; else its contents are undefined */
     float *o; /* [2][tkvi_rows_of(v_pad)][v_pad] sum of p v: of plain formats, of rotated formats */
 } tkvi_sums;

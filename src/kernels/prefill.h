@@ -37,8 +37,9 @@ typedef struct tkvi_softmax_args {
     const int32_t *low, *high;  /* a lane sees tokens low .. high-1 of the block; NULL: all */
     float *m, *l;               /* so far: maximum, up to TKVI_MAX_SLACK too low; sum of p */
     float *shrink;              /* out: factor for the output sums, to be applied if 1 is returned */
-    float *far_attention;       /* sum of p^2 so far, or NULL */
+    float *far_attention;       /* sum of p^2 |v|^2 so far, or NULL */
     const float *sampled_lanes; /* 1: this block counts for far_attention; 0: it does not; NULL: all 0 */
+    const float *squares;       /* [64] |v|^2 of its tokens, if sampled_lanes is not NULL */
 } tkvi_softmax_args;
 
 /* Rows of queries. */

@@ -378,6 +378,21 @@ TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv) {
     return tkvi_ok(kv);
 }
 
+/* Makes the layer learn a table of newer tokens. If it has seen enough tokens since its last table, the next append
+ * makes the pending table first. */
+static void tkvi_restart_learning(tkv_cache *kv, int layer) {
+    tkvi_next_table *next = &kv->stats.next_table[layer];
+    const int seen = kv->stats.tokens_seen[layer];
+    if (seen >= 0 && seen - next->last >= TKVI_FIRST_TABLE_TOKENS) {
+        next->due = tkvi_min(tkvi_max(next->due, TKVI_FIRST_TABLE_TOKENS), seen);
+        next->restarts = 1;
+        return;
+    }
+    if (seen >= 0 && kv->tables.plan[layer].allocates) tkvi_fade_statistics(kv, layer, TKVI_FADE);
+    memset(next, 0, sizeof *next);
+    kv->stats.tokens_seen[layer] = 0;
+}
+
 TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     tkv_status st;
     int layer;
@@ -385,7 +400,7 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
     st = tkvi_between_steps(kv);
     if (!st && !tkvi_allocate_stats(kv, &kv->heap)) st = tkvi_no_table(kv);
     for (layer = 0; !st && layer < kv->tables.cfg.model.n_layers; layer++) {
-        if (tkvi_layer_learns(kv, layer) && tkvi_has_table(kv, layer)) tkvi_learned(kv, layer, 1);
+        if (tkvi_has_table(kv, layer)) tkvi_restart_learning(kv, layer);
         tkvi_query_stats_restart(kv, layer);
     }
     return st ? st : tkvi_ok(kv);

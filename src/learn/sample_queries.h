@@ -11,7 +11,7 @@
 #include "cache/consumers.h"
 #include "learn/query_stats.h"
 
-#define TKVI_STATS_EVERY 8 /* positions from one query that is sampled for statistics to the next */
+#define TKVI_STATS_EVERY 16 /* positions from one query that is sampled for statistics to the next */
 
 /* Statistics need atomics. Without them tables come from the keys alone. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -34,8 +34,7 @@ static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_ev
 static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {
     tkv_cache *kv = v->kv;
     int dim = tkvi_geometry_of(kv, v->stored)->head_dim, r, c;
-    int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head),
-            *far_attention = tkvi_far_attention_of(kv, v->stored, v->head);
+    int64_t *asked = tkvi_q_sq_sum_of(kv, v->stored, v->head);
     const float *l = v->sums->l;
     (void)state;
     tkvi_lock(&kv->stats.lock);
@@ -48,7 +47,8 @@ static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned
             asked[c] += tkvi_counted(x * x * 16777216.0f, 1e12f);
         }
         if (l[r] > 0.0f)
-            *far_attention += tkvi_counted(v->sums->far_attention[r] / (l[r] * l[r]) * 16777216.0f, 1e12f);
+            tkvi_add_to_wide_sum(tkvi_far_attention_of(kv, v->stored, v->head),
+                                 v->sums->far_attention[r] / (l[r] * l[r]));
     }
     tkvi_unlock(&kv->stats.lock);
     return 0;

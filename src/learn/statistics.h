@@ -3,19 +3,22 @@
  * makes a table from them and manages the table's versions. core/allocate.h turns a table into bits.
  *
  *   weight of a channel of K = sum of q^2 of its queries * its variance within blocks
- *   reach of a head          = sum of p^2 over keys more than TKVI_FAR tokens back * sum of |v|^2
+ *   reach of a head          = sum of p^2 |v|^2 over keys more than TKVI_FAR tokens back
  *
  * Where V is inside K, the error e of a channel adds p (v - o) q e to the output by its key, and p e by its value. So
  * the squares of its queries grow by 1 / E|v - o|^2 for each query, if it is a channel of V (tkvi_add_use_of_v).
  *
- * learn/sample_queries.h collects q^2 and p^2 for one query in eight. It adds integers, so results do not depend
+ * learn/sample_queries.h collects q^2 and p^2 |v|^2 for one query in 16. It adds integers, so results do not depend
  * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
- * Without a budget, blocks that are due earlier wait in the next better tier. At TKVI_SECOND_TABLE_TOKENS tokens
- * the layer gets a second, better version for later blocks. Layers take turns, so some get a version up to 63 tokens
- * later. A block keeps the version that it was coded with. After the second version collection stops, until
- * tkv_refresh_calibration restarts it. bench/QUALITY.md compares these tables with loaded ones.
+ * Without a budget, blocks that are due earlier wait in the next better tier. Each time that the number of tokens has
+ * doubled, the layer gets a new version for later blocks. Layers take turns, so some get a version up to 63 tokens
+ * later. A block keeps the version that it was coded with, until the layer needs the version for a new table
+ * (tkvi_retire_version). After each table the sums count a quarter, so that text of the past fades. In place, and where
+ * a budget has no room for more versions, the second table comes at TKVI_LAST_TABLE_TOKENS tokens and is the last. That
+ * and a loaded or frozen table stay until tkv_refresh_calibration. bench/QUALITY.md compares these tables with loaded
+ * ones.
  */
 #ifndef TKVI_LEARN_STATISTICS_H
 #define TKVI_LEARN_STATISTICS_H
@@ -23,6 +26,7 @@
 #include "learn/tokens.h"
 
 #define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
+#define TKVI_FADE 2        /* after a table, statistics count 1 / 2^2 */
 
 /* >>logarithms of statistics, in 1/8 octaves */
 #define TKVI_LOG8_NONE (-1200)
@@ -47,8 +51,8 @@ typedef struct tkvi_gather {
     const tkvi_geometry *geometry;
     tkvi_channel_sums channel[TKV_MAX_HEAD_DIM];
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM]; /* smallest and largest key element of a channel */
-    float v_most, v_sum; /* of |v|^2: the largest of a token; the sum over the tokens */
-    int down;            /* values are divided by 2^down before they are summed as integers */
+    float v_most;                                        /* the largest |v|^2 of a token */
+    int down; /* values are divided by 2^down before they are summed as integers */
     int64_t tokens;
 } tkvi_gather;
 
@@ -87,7 +91,7 @@ static float tkvi_sum_of_squares(const float *x, int n) {
     return total;
 }
 
-/* First pass: tokens, low, high, v_most and v_sum. */
+/* First pass: tokens, low, high and v_most. */
 static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const int dv = g->geometry->v_head_dim;
@@ -104,7 +108,6 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     for (t = 0; t < n; t++) {
         const float squares = tkvi_sum_of_squares(tkvi_is_view(&r->v) ? k + t * stride : v + t * dv, dv);
         g->v_most = squares > g->v_most ? squares : g->v_most;
-        g->v_sum = tkvi_f32(g->v_sum + squares);
     }
     g->tokens += n;
 }
@@ -212,7 +215,7 @@ static void tkvi_learn_head(tkv_cache *kv, int layer, int head, int version) {
         }
         if (p < dim) rank[best] = -2000000;
     }
-    h->reach = tkvi_log8((float)*tkvi_far_attention_of(kv, layer, head)) + tkvi_log8(g.v_sum);
+    h->reach = tkvi_log8(tkvi_wide_sum_value(tkvi_far_attention_of(kv, layer, head)));
     h->k_weight = most + 16 * g.down; /* undoes the head's unit, so that heads compare */
     /* Later keys can differ more than a few tokens do, or a run of almost equal ones. The window of scales has 16
      * octaves, so unused ones cost little. */
@@ -236,6 +239,11 @@ static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     }
 }
 
+/* Returns the version of its layer's table that a layout is of; -1: it needs no table. */
+static int tkvi_version_of(const tkv_cache *kv, int layout) {
+    return layout < kv->tables.n_keys ? -1 : (layout - kv->tables.n_keys) % TKVI_VERSIONS;
+}
+
 /* Returns a version of the layer's table that is neither current nor used by a block, or -1. The first table is
  * version 0. In place only versions that have their memory already count. */
 static int tkvi_free_version(const tkv_cache *kv, int layer) {
@@ -247,8 +255,8 @@ static int tkvi_free_version(const tkv_cache *kv, int layer) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
-            const int own = tkvi_block_of(kv, ids[i])->layout - kv->tables.n_keys;
-            if (own >= 0) used[own % TKVI_VERSIONS] = 1;
+            const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+            if (version >= 0) used[version] = 1;
         }
     }
     for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
@@ -280,13 +288,53 @@ static void tkvi_learned(tkv_cache *kv, int layer, int again) {
     size_t n = (size_t)g->n_kv_heads;
     int any = kv->pool.keep_all, i;
     kv->stats.tokens_seen[layer] = again ? 0 : -1;
-    kv->stats.next_table[layer].n_heads = 0;
+    memset(&kv->stats.next_table[layer], 0, sizeof kv->stats.next_table[layer]);
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) any |= kv->stats.tokens_seen[i] >= 0;
     if (!any) tkvi_free_stats(kv);
     if (!kv->stats.q_sq_sum || !kv->tables.plan[layer].allocates) return;
     memset(tkvi_q_sq_sum_of(kv, layer, 0), 0, n * (size_t)g->head_dim * sizeof(int64_t));
-    memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(int64_t));
+    memset(tkvi_far_attention_of(kv, layer, 0), 0, n * sizeof(tkvi_wide_sum));
     memset(tkvi_n_sampled_of(kv, layer, 0), 0, n * sizeof(int64_t));
+}
+
+/* Lets the layer's statistics count 1 / 2^shift of what they did. */
+static void tkvi_fade_statistics(tkv_cache *kv, int layer, int shift) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    int head, c;
+    for (head = 0; head < g->n_kv_heads; head++) {
+        int64_t *asked = tkvi_q_sq_sum_of(kv, layer, head);
+        tkvi_wide_sum *far_attention = tkvi_far_attention_of(kv, layer, head);
+        for (c = 0; c < g->head_dim; c++) asked[c] >>= shift;
+        far_attention->part = far_attention->part / (1 << shift) +
+                              (far_attention->whole % (1 << shift)) * (TKVI_WIDE_UNIT / (1 << shift));
+        far_attention->whole >>= shift;
+        *tkvi_n_sampled_of(kv, layer, head) >>= shift;
+    }
+}
+
+/* 1 if a layer's second table is its last: more versions would take too many bytes. */
+static int tkvi_keeps_two_tables(const tkv_cache *kv) {
+    const size_t budget = kv->tables.cfg.budget.bytes;
+    return kv->pool.keep_all || (budget && kv->tables.version_bytes > budget / TKVI_LEAST_BUDGET_SHARE);
+}
+
+/* Decides when the layer's next table is due, after it has got one. had: 1 if that was not the first one. */
+static void tkvi_plan_next_table(tkv_cache *kv, int layer, int had) {
+    tkvi_next_table *next = &kv->stats.next_table[layer];
+    int *seen = &kv->stats.tokens_seen[layer];
+    if (*seen < 0) return;
+    if (tkvi_keeps_two_tables(kv)) {
+        next->due = TKVI_LAST_TABLE_TOKENS;
+        next->n_heads = 0;
+        if (had) tkvi_learned(kv, layer, 0);
+        return;
+    }
+    if (kv->tables.plan[layer].allocates) tkvi_fade_statistics(kv, layer, TKVI_FADE);
+    if (next->restarts) *seen = next->due = 0;
+    next->due = tkvi_max(next->due, TKVI_FIRST_TABLE_TOKENS);
+    while (next->due <= *seen && next->due < TKVI_FOREVER / 2) next->due *= 2;
+    next->last = *seen;
+    next->restarts = next->n_heads = 0;
 }
 
 /* Returns the number of tokens whose K and V tkvi_visit_newest_blocks can read, without its limit of blocks. It
@@ -313,7 +361,9 @@ static int tkvi_n_heads_due(const tkv_cache *kv, int layer, int n) {
     const int is_first = kv->tables.current_version[layer] < 0, is_now = n == TKVI_ANY_TOKENS && is_first;
     const int n_heads = tkvi_geometry_of(kv, layer)->n_kv_heads;
     const int64_t seen = kv->stats.tokens_seen ? kv->stats.tokens_seen[layer] : -1,
-                  after = is_first ? TKVI_FIRST_TABLE_TOKENS : TKVI_SECOND_TABLE_TOKENS,
+                  after = kv->stats.tokens_seen
+                              ? tkvi_max(kv->stats.next_table[layer].due, TKVI_FIRST_TABLE_TOKENS)
+                              : 0,
                   turn = after + (kv->tables.cfg.budget.bytes ? layer % TKVI_BLOCK
                                                               : tkvi_table_delay(&kv->tables.plan[layer])),
                   steps = tkvi_learn_steps(&kv->tables.plan[layer]);
@@ -328,8 +378,8 @@ static int tkvi_is_table_due(const tkv_cache *kv, int layer, int n) {
 }
 
 /* Learns the heads of the layer's next table that are due, and uses the table when it has all. n: as in
- * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A second table
- * without memory is tried again later, because the first one still works. Must not run in an open step: an abort
+ * tkvi_n_heads_due. Returns 0 if there is no memory for the first table; then nothing has changed. A later table
+ * without memory is tried again later, because the last one still works. Must not run in an open step: an abort
  * would not restore the table. */
 static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     const int8_t had = kv->tables.current_version[layer];
@@ -342,13 +392,11 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
     if (tkvi_n_readable_tokens(kv, layer) < (n == TKVI_ANY_TOKENS && had < 0 ? 1 : TKVI_BLOCK)) return 1;
     version = tkvi_free_version(kv, layer);
     if (version < 0) { /* the search walks over all blocks: tries again 64 tokens later */
-        kv->stats.tokens_seen[layer] = TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK;
+        next->due = kv->stats.tokens_seen[layer] + TKVI_BLOCK;
         return 1;
     }
     if (!tkvi_allocate_version(kv, version)) {
-        if (had >= 0 && kv->heap.limit)
-            kv->stats.tokens_seen[layer] =
-                TKVI_SECOND_TABLE_TOKENS - TKVI_BLOCK; /* tries again 64 tokens later */
+        if (had >= 0 && kv->heap.limit) next->due = kv->stats.tokens_seen[layer] + TKVI_BLOCK;
         return had >= 0;
     }
     if (version != next->version) next->n_heads = 0;
@@ -357,10 +405,9 @@ static int tkvi_make_due_table(tkv_cache *kv, int layer, int n) {
         tkvi_learn_head(kv, layer, next->n_heads, version);
     if (n_due < n_heads) return 1;
     if (kv->tables.plan[layer].allocates) tkvi_compare_heads(kv, layer, version);
-    next->n_heads = 0;
     tkvi_learn_tokens(kv, layer, version, NULL);
     tkvi_table_use(kv, layer, version);
-    if (had >= 0) tkvi_learned(kv, layer, 0);
+    tkvi_plan_next_table(kv, layer, had >= 0);
     tkvi_emit_event(kv, TKV_EVENT_TABLE, layer, had, version, 0,
                     had < 0 ? "a layer has its first table" : "a layer has a better table");
     return 1;

@@ -440,6 +440,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     int i, c, first_delay = TKVI_BLOCK,
               last_delay = 0; /* of the first and the last layer that makes tables */
     const int idle = not_in_ram->discarded && n_seqs > 1 ? n_seqs - 1 : 0;
+    const int two_tables =
+        h->cfg.budget.bytes && tkvi_version_bytes(h) > h->cfg.budget.bytes / TKVI_LEAST_BUDGET_SHARE;
     const size_t list = sizeof(uint32_t) * (size_t)h->cfg.model.n_layers * (size_t)n_seqs;
     outside.blocks = not_in_ram->outside;
     discarded.blocks = not_in_ram->discarded;
@@ -484,11 +486,12 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     m.scratch = tkvi_scratch_bytes(&fixed);
     m.exact_copies = fixed.meter_copies;
     m.index = fixed.total - m.tables - m.scratch - m.exact_copies;
-    if (h->any_shared && learned <= TKVI_SECOND_TABLE_TOKENS + last_delay)
+    if (h->any_shared && (!two_tables || learned <= TKVI_LAST_TABLE_TOKENS + last_delay))
         m.tables += tkvi_stats_bytes(&h->end);
-    if (learned > TKVI_FIRST_TABLE_TOKENS + first_delay || h->cfg.budget.bytes)
-        m.tables += tkvi_version_bytes(h);
-    if (learned > TKVI_SECOND_TABLE_TOKENS + first_delay) m.tables += tkvi_version_bytes(h);
+    for (i = 0; i < (two_tables ? 2 : TKVI_VERSIONS); i++) {
+        const int64_t at = two_tables && i ? TKVI_LAST_TABLE_TOKENS : TKVI_FIRST_TABLE_TOKENS << i;
+        if (learned > at + first_delay || (i == 0 && h->cfg.budget.bytes)) m.tables += tkvi_version_bytes(h);
+    }
     if (all) {
         m.index +=
             tkvi_cap_for(all) * tkvi_block_entry_bytes(&h->cfg) + tkvi_cap_for(pages) * sizeof(tkvi_page);

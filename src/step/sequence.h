@@ -15,6 +15,7 @@
 
 #include "cache/lookup.h"
 #include "reclaim/budget.h"
+#include "reclaim/versions.h"
 #include "reclaim/scores.h"
 #include "step/shrink.h"
 
@@ -499,7 +500,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
-    if (!has_step && !tkvi_make_due_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
+    if (!has_step && !tkvi_renew_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
     if (has_budget) {
         tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
         if (!is_covered) st = tkvi_reclaim(kv, request, budget);
@@ -621,7 +622,7 @@ static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int all_due, int flush, i
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const int n_next = tkvi_max(1, list->len - list->chunk_start); /* as many as the last time */
         if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
-        ready = tkvi_make_due_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
+        ready = tkvi_renew_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
         if (!ready) break;
         tkvi_query_stats_learn(kv, layer);
         ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
@@ -664,7 +665,7 @@ static int tkvi_make_due_tables(tkv_cache *kv, const tkvi_idle_work *work) {
     int layer, ready = 1;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && ready; layer++) {
         if (kv->tables.plan[layer].stored_layer != layer || !tkvi_has_time(kv, work)) continue;
-        ready = tkvi_make_due_table(kv, layer, 1);
+        ready = tkvi_renew_table(kv, layer, 1);
         if (ready) tkvi_query_stats_learn(kv, layer);
     }
     return ready;
