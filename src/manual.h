@@ -599,9 +599,9 @@
  *     tkv_maintain      the same for all sequences, at most max_work blocks, or until your function says stop
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
- *   leaves nothing to the appends. A learning layer makes its tables at 512 and 2,048 tokens, in tkv_maintain or in an
- *   append. Layers take turns for these as well, and blocks that waited for the first one are coded two by two. A
- *   loaded calibration (R3) avoids both.
+ *   leaves nothing to the appends. A learning layer makes its tables at 512, 1,024, 2,048 ... tokens, in tkv_maintain
+ *   or in an append. Layers take turns for these as well, and blocks that waited for the first one are coded two by
+ *   two. A loaded calibration (R3) avoids both.
  *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
