@@ -3565,6 +3565,17 @@ TKVI_FN float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
+/* Adds squares in 16 lanes, then the lanes in order. */
+static float tkvi_sum_of_squares(const float *x, int n) {
+    float sum[16] = {0.0f}, total = 0.0f;
+    int c, i;
+    for (c = 0; c + 16 <= n; c += 16)
+        for (i = 0; i < 16; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; c + i < n; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; i < 16; i++) total = tkvi_f32(total + sum[i]);
+    return total;
+}
+
 TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
 
 TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {
@@ -27711,8 +27722,9 @@ static void tkvi_learn_tokens(tkv_cache *kv, int layer, int version, const tkv_s
  * Where V is inside K, the error e of a channel adds p (v - o) q e to the output by its key, and p e by its value. So
  * the squares of its queries grow by 1 / E|v - o|^2 for each query, if it is a channel of V (tkvi_add_use_of_v).
  *
- * learn/sample_queries.h collects q^2 and p^2 |v|^2 for one query in 16. It adds integers, so results do not depend
- * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
+ * learn/sample_queries.h collects q^2 and p^2 |v|^2 for one query in 8, later in 16. It adds integers, so results do
+ * not depend on the order of threads. Keys and values are read from the newest hot and warm blocks
+ * (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. Each time that the number of tokens has
@@ -27780,17 +27792,6 @@ static void tkvi_gather_extremes(const float *rows, int n, int stride, float *lo
     }
     memcpy(low, least, sizeof least);
     memcpy(high, most, sizeof most);
-}
-
-/* Adds squares in 16 lanes, then the lanes in order. */
-static float tkvi_sum_of_squares(const float *x, int n) {
-    float sum[16] = {0.0f}, total = 0.0f;
-    int c, i;
-    for (c = 0; c + 16 <= n; c += 16)
-        for (i = 0; i < 16; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
-    for (i = 0; c + i < n; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
-    for (i = 0; i < 16; i++) total = tkvi_f32(total + sum[i]);
-    return total;
 }
 
 /* First pass: tokens, low, high and v_most. */
@@ -28211,7 +28212,10 @@ static void tkvi_query_stats_restart(tkv_cache *kv, int layer) {
 #define TKVI_LEARN_SAMPLE_QUERIES_H
 
 
-#define TKVI_STATS_EVERY 16 /* positions from one query that is sampled for statistics to the next */
+/* Positions from one query that is sampled for statistics to the next: while a layer has no table, and later. The first
+ * table has few tokens to learn from. Its far values are exact, and reading their norms takes longer. */
+#define TKVI_STATS_EVERY 8
+#define TKVI_STATS_EVERY_LATER 16
 
 /* Statistics need atomics. Without them tables come from the keys alone. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -28228,7 +28232,10 @@ static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int 
     return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
 }
 
-static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_every(v, 1, TKVI_STATS_EVERY); }
+static unsigned tkvi_stats_sample(const tkvi_tile_view *v) {
+    return tkvi_rows_every(
+        v, 1, v->kv->tables.current_version[v->stored] < 0 ? TKVI_STATS_EVERY : TKVI_STATS_EVERY_LATER);
+}
 
 /* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
 static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {

@@ -151,6 +151,17 @@ TKVI_FN float tkvi_saturate(float x) {
     return tkvi_bits(x) >> 31 ? -TKVI_F16_MAX : TKVI_F16_MAX;
 }
 
+/* Adds squares in 16 lanes, then the lanes in order. */
+static float tkvi_sum_of_squares(const float *x, int n) {
+    float sum[16] = {0.0f}, total = 0.0f;
+    int c, i;
+    for (c = 0; c + 16 <= n; c += 16)
+        for (i = 0; i < 16; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; c + i < n; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
+    for (i = 0; i < 16; i++) total = tkvi_f32(total + sum[i]);
+    return total;
+}
+
 TKVI_FN uint16_t tkvi_load16(const uint8_t *p) { return (uint16_t)(p[0] | (p[1] << 8)); }
 
 TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {

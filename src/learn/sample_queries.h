@@ -11,7 +11,10 @@
 #include "cache/consumers.h"
 #include "learn/query_stats.h"
 
-#define TKVI_STATS_EVERY 16 /* positions from one query that is sampled for statistics to the next */
+/* Positions from one query that is sampled for statistics to the next: while a layer has no table, and later. The first
+ * table has few tokens to learn from. Its far values are exact, and reading their norms takes longer. */
+#define TKVI_STATS_EVERY 8
+#define TKVI_STATS_EVERY_LATER 16
 
 /* Statistics need atomics. Without them tables come from the keys alone. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -28,7 +31,10 @@ static int tkvi_stats_want(const tkv_cache *kv, const tkv_attend_params *p, int 
     return TKVI_WANTS_CALL | TKVI_WANTS_FAR_SUMS;
 }
 
-static unsigned tkvi_stats_sample(const tkvi_tile_view *v) { return tkvi_rows_every(v, 1, TKVI_STATS_EVERY); }
+static unsigned tkvi_stats_sample(const tkvi_tile_view *v) {
+    return tkvi_rows_every(
+        v, 1, v->kv->tables.current_version[v->stored] < 0 ? TKVI_STATS_EVERY : TKVI_STATS_EVERY_LATER);
+}
 
 /* Adds the sampled rows to the layer's statistics. Integer sums do not depend on the order of threads. */
 static TKVI_NOINLINE unsigned tkvi_stats_begin(const tkvi_tile_view *v, unsigned rows, void *state) {

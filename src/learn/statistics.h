@@ -8,8 +8,9 @@
  * Where V is inside K, the error e of a channel adds p (v - o) q e to the output by its key, and p e by its value. So
  * the squares of its queries grow by 1 / E|v - o|^2 for each query, if it is a channel of V (tkvi_add_use_of_v).
  *
- * learn/sample_queries.h collects q^2 and p^2 |v|^2 for one query in 16. It adds integers, so results do not depend
- * on the order of threads. Keys and values are read from the newest hot and warm blocks (tkvi_visit_newest_blocks).
+ * learn/sample_queries.h collects q^2 and p^2 |v|^2 for one query in 8, later in 16. It adds integers, so results do
+ * not depend on the order of threads. Keys and values are read from the newest hot and warm blocks
+ * (tkvi_visit_newest_blocks).
  *
  * When a layer has seen TKVI_FIRST_TABLE_TOKENS tokens, all sequences together, its next append makes the table.
  * Without a budget, blocks that are due earlier wait in the next better tier. Each time that the number of tokens has
@@ -78,17 +79,6 @@ static void tkvi_gather_extremes(const float *rows, int n, int stride, float *lo
     }
     memcpy(low, least, sizeof least);
     memcpy(high, most, sizeof most);
-}
-
-/* Adds squares in 16 lanes, then the lanes in order. */
-static float tkvi_sum_of_squares(const float *x, int n) {
-    float sum[16] = {0.0f}, total = 0.0f;
-    int c, i;
-    for (c = 0; c + 16 <= n; c += 16)
-        for (i = 0; i < 16; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
-    for (i = 0; c + i < n; i++) sum[i] = tkvi_f32(sum[i] + tkvi_f32(x[c + i] * x[c + i]));
-    for (i = 0; i < 16; i++) total = tkvi_f32(total + sum[i]);
-    return total;
 }
 
 /* First pass: tokens, low, high and v_most. */
