@@ -399,7 +399,8 @@
  *
  *   Why A and R lose little: a query does not weigh the channels of a key alike. Channels that queries weigh and that
  *   vary get up to 6 bits, the others fewer or none. Values have no such channels. They are rotated until one small
- *   grid fits all channels. Heads that attend far back get more of their layer's bytes.
+ *   grid fits all channels. Heads that attend far back get more of their layer's bytes. One key of each 64 has a row of
+ *   its own: the one that is farthest from the others. Such keys are often attention sinks in the middle of a text.
  *
  *   Layers. cfg.layers points to n_layers settings, and 0 takes the cache's value. The array is read during creation
  *   and not kept. A layer can have heads and channels of its own (n_heads, n_kv_heads, head_dim, v_head_dim), as where
@@ -4185,6 +4186,26 @@ TKVI_FN int tkvi_log_code(float s, int top) {
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
+/* >>logarithms in 1/8 octaves, powers in 1/16 octaves */
+#define TKVI_LOG8_NONE (-1200)
+TKVI_CONSTANT uint32_t tkvi_log8_border[8] = {371395,  1164243, 2028850, 2971711,
+                                              3999908, 5121164, 6343903, 7677309};
+
+/* Returns 8 log2(x), rounded, by comparing bits; TKVI_LOG8_NONE for 0, negative numbers and NaN. */
+TKVI_FN int tkvi_log8(float x) {
+    uint32_t bits = tkvi_bits(x);
+    int step = 0;
+    if (!(x > 0.0f)) return TKVI_LOG8_NONE;
+    while (step < 8 && (bits & 0x7fffffu) >= tkvi_log8_border[step]) step++;
+    return 8 * ((int)(bits >> 23) - 127) + step;
+}
+
+/* Returns 2^(k / 16) with 11 significant bits, for k from -2016 to 2015. */
+TKVI_FN float tkvi_power16(int k) {
+    return tkvi_from_bits((uint32_t)(k + 16 * 127) / 16u << 23 |
+                          ((uint32_t)tkvi_log_mantissa[(k + 16 * 127) % 16] - 1024u) << 13);
+}
+
 /* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
  * is TKVI_LOG_TOP_DEFAULT. */
 static int tkvi_log_top(float most) {
@@ -5377,9 +5398,10 @@ static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_la
 }
 
 /* >>K */
-/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes. */
-static int tkvi_head_budget(int quarters, int dim, int pad) {
-    return tkvi_max(0, (quarters * dim - pad) / 16);
+/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes. rows:
+ * 1 if the outlier token has a row (formats/a.h). */
+static int tkvi_head_budget(int quarters, int dim, int pad, int rows) {
+    return tkvi_max(0, (2 * quarters * dim - (2 + rows) * pad) / 32);
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
@@ -5395,23 +5417,23 @@ static void tkvi_choose_widths(const tkvi_head *h, int pad, int unit, int budget
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_equally(int quarters, int dim, int pad, tkvi_tile_counts *tiles) {
+static void tkvi_share_equally(int quarters, int dim, int pad, int rows, tkvi_tile_counts *tiles) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad), tiles);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, rows), tiles);
 }
 
-/* Splits a layer's budget among its heads, at most 4 bits a channel. budget[h]: out, tile bits of head h. Two tile
- * bits make 64 bytes, so each head gets an even number. */
-static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int unit,
-                         int *budget) {
+/* Splits a layer's budget among its heads, at most 4 bits a channel. rows: as in tkvi_head_budget. budget[h]: out,
+ * tile bits of head h. Two tile bits make 64 bytes, so each head gets an even number. */
+static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int rows,
+                         int unit, int *budget) {
     int h, odd = 0;
     tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad), budget);
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, rows), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;
@@ -5615,6 +5637,8 @@ typedef struct tkvi_simd_ops {
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile);
     /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
     void (*encode_k_columns)(struct tkvi_columns *c);
+    /* Formats A: adds to score[token][column] how far the tokens of 16 columns deviate (formats/a.h). */
+    void (*score_tokens)(struct tkvi_columns *c, const uint8_t *importance, int32_t (*score)[16]);
     void (*finalize_scales)(struct tkvi_columns *c, int top);
     /* Formats R: codes and scales of n tokens of V (formats/r.h). */
     void (*encode_v_tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
@@ -5739,11 +5763,13 @@ typedef struct tkvi_format {
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
-    tkvi_tile_counts tiles; /* K: by width */
-    int half_bits;          /* V: bits of a value, in half bits */
-    int top;                /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order;   /* K: channel at each position (tkvi_order_at) */
-    const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
+    tkvi_tile_counts tiles;    /* K: by width */
+    int half_bits;             /* V: bits of a value, in half bits */
+    int top;                   /* top of its log-scale window (core/log_scale.h) */
+    const uint8_t *order;      /* K: channel at each position (tkvi_order_at) */
+    const float *mean;         /* K: static mean at each position, [pad]; fp16 values */
+    const uint8_t *importance; /* K: see tkvi_head */
+    int is_viewed;             /* K: 1: V is inside it */
 } tkvi_share;
 
 struct tkvi_grid;
@@ -5766,9 +5792,11 @@ typedef struct tkvi_side {
     int8_t rotate, center;       /* formats/token.h */
     int8_t tabled;               /* 1: the family's state is in a cache; 0: a block alone */
     int8_t slots;                /* for outliers, per token */
+    int8_t has_outlier;          /* formats A: 1: the outlier token has a row of its own (formats/a.h) */
     int32_t start;               /* position of the first token of the block, for RoPE */
     const uint8_t *order;        /* K: channel at each position (tkvi_order_at); NULL: the given order */
     const float *mean;           /* K: see tkvi_share */
+    const uint8_t *importance;   /* K: see tkvi_head; NULL: all channels alike */
     const int8_t *levels;        /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
     const tkv_format_options *options;    /* with defaults filled in; a format reads its own */
     const struct tkvi_grid *grid;         /* formats/token.h */
@@ -5811,9 +5839,10 @@ static void tkvi_put_token(const tkvi_side *s, const tkvi_simd_ops *ops, const f
     if (!tkvi_is_view(s)) s->format->side[s->which].put(s, ops, x, token, dst);
 }
 
-/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. */
+/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. is_viewed: see tkvi_share. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
-                           const tkv_format_options *options, int tabled, const tkvi_share *share) {
+                           const tkv_format_options *options, int tabled, int is_viewed,
+                           const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
     s->which = which;
@@ -5824,6 +5853,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->group = (int16_t)options->group_size;
     s->tabled = (int8_t)tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
+    s->has_outlier = (int8_t)(format->shared && which == TKV_K && !is_viewed);
     if (share) {
         s->has_share = 1;
         s->tiles = share->tiles;
@@ -5831,6 +5861,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
         s->top = (int16_t)share->top;
         s->order = share->order;
         s->mean = share->mean;
+        s->importance = share->importance;
     }
     format->side[which].layout(s);
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
@@ -5840,7 +5871,8 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
     static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
-    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share);
+    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->is_viewed,
+                   share);
 }
 
 /* Views are encoded with their K. */
@@ -6471,6 +6503,12 @@ static const tkvi_family tkvi_subspace_family = {
  *   mean    static, per channel, in the layer's table, not in the block; absorbs large biases of keys (Qwen2)
  *   A channel without bits stores its block mean as fp16 in the same 16 bits.
  *
+ * One token of a block, the outlier, has a row of its own, with 7 bits for each channel. Some tokens in the middle of
+ * a text are attention sinks: guillemets, line breaks. They have most of a head's attention, their keys are far from
+ * those of other tokens, and the few bits of a column hardly hold them. Su et al. keep them exact (Outlier Tokens
+ * Tracing, arXiv 2505.10938) and find them by small keys. Here the outlier is the token that deviates most in
+ * channels that matter (steps A to C). Its columns code a neighbour in its place. Where V is inside K, no row exists.
+ *
  * Encoding a column cuts the residuals x - mean to 12 bits between their smallest and largest. All sums after that
  * are integers, so every machine gets the same result. The encoder tries several ranges, and takes the codes that
  * correlate best with the values. The scale then makes decoded values unbiased, cov(x^, x) = var(x). In channels
@@ -6478,7 +6516,17 @@ static const tkvi_family tkvi_subspace_family = {
  * between this tier and the exact ones (bench/LOG.md). The offset restores the mean.
  *
  * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
- * top = 2^bits - 1:
+ * top = 2^bits - 1. First the outlier, in a block of at least two tokens:
+ *   A. u and its sums as in step 1, for each channel. S = (n - 1) (n sum(u^2) - sum(u)^2), in whole numbers;
+ *      most = the larger of sum(u) and 4095 n - sum(u); rest = S - most^2 + floor(S / 1024): the variance without the
+ *      token that is farthest off. unit = 2^(k / 16), k = 80 + importance - 255 + log8(n - 1) - log8(rest), where
+ *      importance is that of the table (255 without one) and log8 is 8 log2, rounded; 0 if S is 0
+ *   B. score of a token = sum over channels of min(1023, floor(|n u - sum(u)| unit))^2. The token with the highest
+ *      score is the outlier, the first of equals; none if all are 0
+ *   C. its residuals are x - mean, cut to +-1e30. step = the largest of their sizes / 61 as a log scale.
+ *      code = residual / step, rounded to nearest (floor(2 |residual| (1 / step)) + 1, halved), cut to +-63; 0 if step
+ *      is 0. In all that follows, the values of the token before it take its place; for token 0, those of token 1
+ * Then the columns:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
  *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2).
  *      The mean is m = low + step * ((2 sum(u) + n) / 2n), with the sum and the last product in double. A channel
@@ -6500,7 +6548,11 @@ static const tkvi_family tkvi_subspace_family = {
  * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
  * (core/allocate.h).
  *
- * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
+ * Bytes: | tiles, widest first | scale [pad] | offset [pad] | outlier [pad] |
+ *          a channel without bits: fp16 low byte | high byte
+ *
+ *     outlier   byte p:  bits 1 .. 7 the code, two's complement; bit 0: bit p of  slot + 128 * log scale
+ *               slot: 0 .. 63, or 64 for none
  */
 #ifndef TKVI_FORMATS_A_H
 #define TKVI_FORMATS_A_H
@@ -6529,11 +6581,11 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->tiles);
+    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, s->has_outlier, &s->tiles);
     s->groups = 1;
     s->group = TKVI_BLOCK;
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
-    s->meta_bytes = (size_t)(2 * s->pad);
+    s->meta_bytes = (size_t)((2 + s->has_outlier) * s->pad);
 }
 
 /* One column between the steps. Sums are integers, so threads can share its tokens in any order. */
@@ -6633,6 +6685,144 @@ static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
     }
 }
 
+/* >>the outlier */
+#define TKVI_NO_OUTLIER TKVI_BLOCK /* its slot */
+#define TKVI_OUTLIER_MOST 63       /* the largest code */
+#define TKVI_DEVIATION_MOST 1023   /* squares of 512 channels then fit 30 bits */
+#define TKVI_DEVIATION_SIGMA 80    /* a deviation of sigma is 2^(80 / 16) */
+
+/* Step A: the unit of the deviations of a column. */
+TKVI_FN float tkvi_deviation_unit(int n, int sum_u, int sum_uu, int importance) {
+    const int64_t most = tkvi_max(sum_u, n * (TKVI_STEPS - 1) - sum_u);
+    const int64_t spread = (n - 1) * ((int64_t)n * sum_uu - (int64_t)sum_u * sum_u);
+    if (importance == 0 || spread <= 0) return 0.0f;
+    return tkvi_power16(TKVI_DEVIATION_SIGMA + importance - 255 + tkvi_log8((float)(n - 1)) -
+                        tkvi_log8((float)(spread - most * most + (spread >> 10))));
+}
+
+/* Step B: the deviation of a token from its column. */
+TKVI_FN int tkvi_deviation(int n, int sum_u, int u, float unit) {
+    const int d = n * u - sum_u;
+    return tkvi_min(TKVI_DEVIATION_MOST, (int)tkvi_f32((float)(d < 0 ? -d : d) * unit));
+}
+
+static void tkvi_score_tokens_scalar(tkvi_columns *c, const uint8_t *importance,
+                                     int32_t (*score)[TKVI_LANES]) {
+    int l, t;
+    for (l = 0; l < c->lanes; l++) {
+        float unit;
+        tkvi_a_integers(c, l);
+        unit = tkvi_deviation_unit(c->n, c->sum_u[l], c->sum_uu[l], importance[l]);
+        for (t = 0; t < c->n; t++) {
+            const int d = tkvi_deviation(c->n, c->sum_u[l], *tkvi_column_u(c, l, t), unit);
+            score[t][l] += d * d;
+        }
+    }
+}
+
+/* The slot whose values take the place of the outlier's. */
+TKVI_FN int tkvi_outlier_neighbour(int slot) { return slot > 0 ? slot - 1 : 1; }
+
+/* Step C: the byte of the scale, for residuals of at most this size. */
+TKVI_FN int tkvi_outlier_log(float most, int top) {
+    return tkvi_log_code(tkvi_f32(most * (1.0f / 61.0f)), top);
+}
+
+/* Step C: the code of a residual. inverse: 1 / step, or 0. */
+TKVI_FN int tkvi_outlier_code(float residual, float inverse) {
+    const float twice = tkvi_f32(tkvi_f32(residual + residual) * inverse);
+    const int size = (int)tkvi_clampf(twice < 0.0f ? -twice : twice, 0.0f, 2.0f * TKVI_OUTLIER_MOST);
+    return twice < 0.0f ? -((size + 1) / 2) : (size + 1) / 2;
+}
+
+/* Byte p of the row. head: slot and scale, as the bytes have them. */
+TKVI_FN uint8_t tkvi_outlier_byte(int code, int head, int p) {
+    return (uint8_t)(((unsigned)code & 127u) << 1 | (p < 15 ? (unsigned)head >> p & 1u : 0u));
+}
+
+/* Slot and scale: the lowest bits of 15 bytes. A product brings those of eight bytes together. */
+TKVI_FN int tkvi_outlier_head(const uint8_t *row) {
+    const uint64_t low = tkvi_load64(row) & 0x0101010101010101u,
+                   high = tkvi_load64(row + 8) & 0x0101010101010101u;
+    return (int)(low * 0x0102040810204080u >> 56 | high * 0x0102040810204080u >> 56 << 8);
+}
+
+/* The outlier of a side: slot, or TKVI_NO_OUTLIER; scale; codes (twice) by position. */
+typedef struct tkvi_outlier {
+    int slot;
+    float half_step;
+    const uint8_t *row;
+} tkvi_outlier;
+
+static tkvi_outlier tkvi_outlier_of(const tkvi_side *s, const uint8_t *src) {
+    tkvi_outlier o;
+    int head;
+    o.slot = TKVI_NO_OUTLIER;
+    o.half_step = 0.0f;
+    o.row = src + s->code_bytes + 2 * (size_t)s->pad;
+    if (!s->has_outlier) return o;
+    head = tkvi_outlier_head(o.row);
+    o.slot = head & 127;
+    o.half_step = 0.5f * tkvi_log_value(head >> 7, s->top);
+    return o;
+}
+
+/* The value at a position. The product is exact. */
+TKVI_FN float tkvi_outlier_value(int byte, float half_step, float mean) {
+    return tkvi_f32(tkvi_f32(half_step * (float)tkvi_signed_byte(byte & 254)) + mean);
+}
+
+/* Finds the outlier of n tokens. mean, importance: [pad] by channel. */
+static int tkvi_find_outlier(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                             int n, const float *mean, const uint8_t *importance) {
+    TKVI_ALIGNED int32_t score[TKVI_BLOCK][TKVI_LANES];
+    int first, t, l, most = 0, slot = TKVI_NO_OUTLIER;
+    tkvi_columns c;
+    memset(score, 0, sizeof score);
+    c.stride = stride;
+    c.n = n;
+    for (first = 0; first < s->pad && n > 1; first += TKVI_LANES) {
+        c.x = x + first;
+        c.lanes = tkvi_min(TKVI_LANES, s->dim - first);
+        c.mean = mean + first;
+        ops->score_tokens(&c, importance + first, score);
+    }
+    for (t = 0; t < n; t++) {
+        int sum = 0;
+        for (l = 0; l < TKVI_LANES; l++) sum += score[t][l];
+        if (sum > most) slot = t;
+        most = tkvi_max(most, sum);
+    }
+    return slot;
+}
+
+/* Writes the row of the outlier. x: its values, or NULL. channel, mean: of each position, and of each channel. */
+static void tkvi_put_outlier(const tkvi_side *s, const float *x, int slot, const int16_t *channel,
+                             const float *mean, uint8_t *row) {
+    float residual[TKV_MAX_HEAD_DIM], most = 0.0f, step, inverse;
+    int p, log, head;
+    for (p = 0; p < s->pad; p++) {
+        const int from = channel[p];
+        residual[p] = x && from < s->dim ? tkvi_a_residual(x[from], mean[from]) : 0.0f;
+        most = residual[p] > most ? residual[p] : -residual[p] > most ? -residual[p] : most;
+    }
+    log = tkvi_outlier_log(most, s->top);
+    step = tkvi_log_value(log, s->top);
+    inverse = step > 0.0f ? tkvi_f32(1.0f / step) : 0.0f;
+    head = slot | log << 7;
+    for (p = 0; p < s->pad; p++) row[p] = tkvi_outlier_byte(tkvi_outlier_code(residual[p], inverse), head, p);
+}
+
+/* Copies n tokens of 16 channels, with a neighbour in the place of the outlier. */
+static void tkvi_without_outlier(const float *x, size_t stride, int n, int lanes, int slot,
+                                 float (*to)[TKVI_LANES]) {
+    int t;
+    for (t = 0; t < n; t++)
+        memcpy(to[t], x + (size_t)(t == slot ? tkvi_outlier_neighbour(slot) : t) * stride,
+               (size_t)lanes * sizeof *x);
+}
+
+/* >>columns */
 /* Mean of the residuals. A product of two floats is exact in double, so fusing it into the sum changes nothing. */
 TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
     float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
@@ -6725,12 +6915,14 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
+    TKVI_ALIGNED float others[TKVI_BLOCK][TKVI_LANES];
     int16_t channel[TKV_MAX_HEAD_DIM];
     uint8_t widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
+    uint8_t importance[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
     uint8_t *at = dst;
-    int width, p, first, end, l;
+    int width, p, first, end, l, outlier = TKVI_NO_OUTLIER;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
@@ -6739,12 +6931,23 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
             channel[p] = (int16_t)from;
             widths[from] = (uint8_t)width;
             mean[from] = s->mean ? s->mean[p] : 0.0f;
+            importance[from] = s->importance ? s->importance[p] : 255;
         }
+    if (s->has_outlier) {
+        outlier = tkvi_find_outlier(s, ops, x, stride, n, mean, importance);
+        tkvi_put_outlier(s, outlier == TKVI_NO_OUTLIER ? NULL : x + (size_t)outlier * stride, outlier,
+                         channel, mean, offset + s->pad);
+    }
     c.stride = stride;
     c.n = n;
     for (first = 0; first < s->pad; first += TKVI_LANES) {
         c.x = x + first;
         c.lanes = tkvi_min(TKVI_LANES, s->dim - first);
+        if (outlier != TKVI_NO_OUTLIER && c.lanes > 0) {
+            tkvi_without_outlier(c.x, stride, n, c.lanes, outlier, others);
+            c.x = others[0];
+            c.stride = TKVI_LANES;
+        }
         c.mean = mean + first;
         c.width = widths + first;
         c.code = column + first;
@@ -6789,6 +6992,19 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     for (; p < s->pad; p++) {
         scale[p] = 0.0f;
         zero[p] = tkvi_f32(tkvi_f16_to_f32((uint16_t)(log[p] | offset[p] << 8)) + mean[p]);
+    }
+}
+
+static void tkvi_a_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
+                          float *x, size_t stride) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    int p;
+    tkvi_decode_tiles(s, ops, src, first, n, x, stride);
+    for (p = 0; p < s->pad && o.slot >= first && o.slot < first + n; p++) {
+        const int channel = tkvi_channel(s, p);
+        if (channel < s->dim)
+            x[(size_t)(o.slot - first) * stride + (size_t)channel] =
+                tkvi_outlier_value(o.row[p], o.half_step, s->mean ? s->mean[p] : 0.0f);
     }
 }
 
@@ -7886,7 +8102,7 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_decode_tiles, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_a_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
         TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
@@ -7931,6 +8147,7 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
                                                    tkvi_pack_tile,
                                                    tkvi_interleave_scalar,
                                                    tkvi_encode_k_columns_scalar,
+                                                   tkvi_score_tokens_scalar,
                                                    tkvi_finalize_scales_scalar,
                                                    tkvi_encode_v_tokens_scalar,
                                                    tkvi_encode_groups_scalar,
@@ -8070,7 +8287,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     *options = c->options;
     tkvi_fill_options(options);
     if (c->side == TKV_K && c->rope.first && tkvi_formats[c->format].family->undoes_rope) return 0;
-    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, NULL);
+    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, 0, NULL);
     s->start = c->position;
     return 1;
 }
@@ -8442,6 +8659,21 @@ static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, int most, const u
     return part;
 }
 
+/* Replaces the scores of the outlier, which its columns do not hold. */
+static void tkvi_outlier_k_scalar(const tkvi_side *s, const uint8_t *src, const float *q, const float *ref,
+                                  int rows, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    int r, c;
+    if (o.slot == TKVI_NO_OUTLIER) return;
+    for (r = 0; r < rows; r++) {
+        float sum = 0.0f;
+        for (c = 0; c < s->pad; c++)
+            sum += q[r * s->pad + c] *
+                   (tkvi_outlier_value(o.row[c], o.half_step, s->mean ? s->mean[c] : 0.0f) - ref[c]);
+        scores[r * TKVI_BLOCK + o.slot] = sum;
+    }
+}
+
 static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -8481,6 +8713,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const 
                 }
             }
     }
+    tkvi_outlier_k_scalar(all, src, q, ref, rows, scores);
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
@@ -11459,6 +11692,36 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
     }
 }
 
+/* Adds the squares of the deviations of one token from TKVI_VF columns. sum, unit: see tkvi_deviation. */
+TKVI_OP void TKVI_N(add_deviations)(tkvi_vi u, tkvi_vf n, tkvi_vf sum, tkvi_vf unit, int32_t *score) {
+    const tkvi_vf d = tkvi_vf_abs(tkvi_vf_sub(tkvi_vf_mul(tkvi_vi_to_float(u), n), sum)); /* exact */
+    const tkvi_vi x = tkvi_vi_min(tkvi_vi_trunc(tkvi_vf_mul(d, unit)), tkvi_vi_splat(TKVI_DEVIATION_MOST));
+    tkvi_vi_store(score, tkvi_vi_add(tkvi_vi_load(score), tkvi_vi_mul(x, x)));
+}
+
+TKVI_KERNEL void TKVI_N(score_tokens)(tkvi_columns *c, const uint8_t *importance,
+                                      int32_t (*score)[TKVI_LANES]) {
+    const tkvi_vf n = tkvi_vf_splat((float)c->n);
+    TKVI_ALIGNED float unit[TKVI_LANES] = {0.0f};
+    int l, i;
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        TKVI_N(columns_to_ints)(c, l);
+        for (i = l; i < tkvi_min(l + TKVI_VF, c->lanes); i++)
+            unit[i] = tkvi_deviation_unit(c->n, c->sum_u[i], c->sum_uu[i], importance[i]);
+    }
+    for (i = 0; i < TKVI_BLOCK / 2; i++) { /* in the order of tkvi_column_u */
+        const int t = i / 2 * 4 + i % 2;
+        if (t >= c->n) continue;
+        for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+            const tkvi_vi u = TKVI_N(load_u)(c, i, l);
+            const tkvi_vf sum = tkvi_vi_to_float(tkvi_vi_load(c->sum_u + l)), by = tkvi_vf_load(unit + l);
+            TKVI_N(add_deviations)
+            (tkvi_vi_and(u, tkvi_vi_splat(0xffff)), n, sum, by, score[t] + l);
+            TKVI_N(add_deviations)(tkvi_vi_right(u, 16), n, sum, by, score[t + 2] + l);
+        }
+    }
+}
+
 /* >>V tokens */
 /* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
 TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x, const float *flip,
@@ -12539,6 +12802,7 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
                                                TKVI_SHARED(pack_tile),
                                                TKVI_SHARED(interleave),
                                                TKVI_N(encode_k_columns),
+                                               TKVI_N(score_tokens),
                                                TKVI_SHARED(finalize_scales),
                                                TKVI_N(encode_v_tokens),
                                                TKVI_SHARED(encode_groups),
@@ -13133,6 +13397,40 @@ TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_prod
     }
 }
 
+/* Values of the outlier at positions c .. c + TKVI_VF - 1, less the reference. */
+TKVI_OP tkvi_vf TKVI_N(load_outlier)(const tkvi_outlier *o, tkvi_vf half_step, const float *mean,
+                                     const float *ref, int c) {
+    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c, TKVI_VF), tkvi_vi_splat(-2));
+    const tkvi_vf zero = tkvi_vf_sub(tkvi_vf_load(mean + c), tkvi_vf_load(ref + c));
+    return tkvi_vf_madd(tkvi_vi_to_float(code), half_step, zero);
+}
+
+/* Replaces the scores of the outlier, which its columns do not hold. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(outlier_k)(const tkvi_side *s, const uint8_t *src, const float *q,
+                                                 const float *ref, int rows, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
+    const tkvi_vf half_step = tkvi_vf_splat(o.half_step);
+    int r, j, c;
+    for (r = 0; r < rows && o.slot != TKVI_NO_OUTLIER; r += 4) { /* rows that do not exist repeat the last */
+        const int second = tkvi_min(1, rows - 1 - r) * s->pad, third = tkvi_min(2, rows - 1 - r) * s->pad,
+                  fourth = tkvi_min(3, rows - 1 - r) * s->pad;
+        const float *row = q + r * s->pad;
+        tkvi_vf sum[4];
+        float four[4];
+        sum[0] = sum[1] = sum[2] = sum[3] = tkvi_vf_splat(0.0f);
+        for (c = 0; c < s->pad; c += TKVI_VF, row += TKVI_VF) {
+            const tkvi_vf x = TKVI_N(load_outlier)(&o, half_step, mean, ref, c);
+            sum[0] = tkvi_vf_madd(tkvi_vf_load(row), x, sum[0]);
+            sum[1] = tkvi_vf_madd(tkvi_vf_load(row + second), x, sum[1]);
+            sum[2] = tkvi_vf_madd(tkvi_vf_load(row + third), x, sum[2]);
+            sum[3] = tkvi_vf_madd(tkvi_vf_load(row + fourth), x, sum[3]);
+        }
+        tkvi_vf_sum4(four, sum);
+        for (j = 0; j < tkvi_min(4, rows - r); j++) scores[(r + j) * TKVI_BLOCK + o.slot] = four[j];
+    }
+}
+
 TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                  const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -13162,6 +13460,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         d.ahead = ahead;
         TKVI_N(part_k)(&part, &a, &d, scale + first, zero + first, q + first, rows, first > 0, scores);
     }
+    if (s->has_outlier) TKVI_N(outlier_k)(s, src, q, ref, rows, scores);
 }
 
 TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
@@ -13657,6 +13956,26 @@ TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile,
     }
 }
 
+/* Replaces the scores of the outlier, which its columns do not hold. x: room for its values. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_outlier_k)(const tkvi_side *s, const uint8_t *src,
+                                                         tkvi_prefill_queries *const *q, int n_groups,
+                                                         float *x, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
+    const int lanes = q[0]->lanes;
+    int i, l, c;
+    if (o.slot == TKVI_NO_OUTLIER) return;
+    for (c = 0; c < s->pad; c += TKVI_VF)
+        tkvi_vf_store(x + c, TKVI_N(load_outlier)(&o, tkvi_vf_splat(o.half_step), mean, q[0]->ref, c));
+    for (i = 0; i < n_groups; i++)
+        for (l = 0; l < lanes; l += TKVI_VF) {
+            tkvi_vf sum = tkvi_vf_splat(0.0f);
+            for (c = 0; c < s->pad; c++)
+                sum = tkvi_vf_madd(tkvi_vf_load(q[i]->q + c * lanes + l), tkvi_vf_splat(x[c]), sum);
+            tkvi_vf_store(scores + (i * TKVI_BLOCK + o.slot) * lanes + l, sum);
+        }
+}
+
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *const *q, int n_groups, int n_limbs,
                                          float *scores) {
@@ -13674,6 +13993,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
         TKVI_N(prefill_part_k)
         (&part, codes, ahead, &a, scale + first, zero + first, first, q, n_groups, scores);
     }
+    if (s->has_outlier) TKVI_N(prefill_outlier_k)(s, src, q, n_groups, scale, scores);
 }
 
 /* Weights of all rows for channels of V that have one width and one group. */
@@ -14917,6 +15237,36 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
     }
 }
 
+/* Adds the squares of the deviations of one token from TKVI_VF columns. sum, unit: see tkvi_deviation. */
+TKVI_OP void TKVI_N(add_deviations)(tkvi_vi u, tkvi_vf n, tkvi_vf sum, tkvi_vf unit, int32_t *score) {
+    const tkvi_vf d = tkvi_vf_abs(tkvi_vf_sub(tkvi_vf_mul(tkvi_vi_to_float(u), n), sum)); /* exact */
+    const tkvi_vi x = tkvi_vi_min(tkvi_vi_trunc(tkvi_vf_mul(d, unit)), tkvi_vi_splat(TKVI_DEVIATION_MOST));
+    tkvi_vi_store(score, tkvi_vi_add(tkvi_vi_load(score), tkvi_vi_mul(x, x)));
+}
+
+TKVI_KERNEL void TKVI_N(score_tokens)(tkvi_columns *c, const uint8_t *importance,
+                                      int32_t (*score)[TKVI_LANES]) {
+    const tkvi_vf n = tkvi_vf_splat((float)c->n);
+    TKVI_ALIGNED float unit[TKVI_LANES] = {0.0f};
+    int l, i;
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        TKVI_N(columns_to_ints)(c, l);
+        for (i = l; i < tkvi_min(l + TKVI_VF, c->lanes); i++)
+            unit[i] = tkvi_deviation_unit(c->n, c->sum_u[i], c->sum_uu[i], importance[i]);
+    }
+    for (i = 0; i < TKVI_BLOCK / 2; i++) { /* in the order of tkvi_column_u */
+        const int t = i / 2 * 4 + i % 2;
+        if (t >= c->n) continue;
+        for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+            const tkvi_vi u = TKVI_N(load_u)(c, i, l);
+            const tkvi_vf sum = tkvi_vi_to_float(tkvi_vi_load(c->sum_u + l)), by = tkvi_vf_load(unit + l);
+            TKVI_N(add_deviations)
+            (tkvi_vi_and(u, tkvi_vi_splat(0xffff)), n, sum, by, score[t] + l);
+            TKVI_N(add_deviations)(tkvi_vi_right(u, 16), n, sum, by, score[t + 2] + l);
+        }
+    }
+}
+
 /* >>V tokens */
 /* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
 TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x, const float *flip,
@@ -15702,6 +16052,7 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
                                                TKVI_SHARED(pack_tile),
                                                TKVI_SHARED(interleave),
                                                TKVI_N(encode_k_columns),
+                                               TKVI_N(score_tokens),
                                                TKVI_SHARED(finalize_scales),
                                                TKVI_N(encode_v_tokens),
                                                TKVI_SHARED(encode_groups),
@@ -16296,6 +16647,40 @@ TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_prod
     }
 }
 
+/* Values of the outlier at positions c .. c + TKVI_VF - 1, less the reference. */
+TKVI_OP tkvi_vf TKVI_N(load_outlier)(const tkvi_outlier *o, tkvi_vf half_step, const float *mean,
+                                     const float *ref, int c) {
+    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c, TKVI_VF), tkvi_vi_splat(-2));
+    const tkvi_vf zero = tkvi_vf_sub(tkvi_vf_load(mean + c), tkvi_vf_load(ref + c));
+    return tkvi_vf_madd(tkvi_vi_to_float(code), half_step, zero);
+}
+
+/* Replaces the scores of the outlier, which its columns do not hold. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(outlier_k)(const tkvi_side *s, const uint8_t *src, const float *q,
+                                                 const float *ref, int rows, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
+    const tkvi_vf half_step = tkvi_vf_splat(o.half_step);
+    int r, j, c;
+    for (r = 0; r < rows && o.slot != TKVI_NO_OUTLIER; r += 4) { /* rows that do not exist repeat the last */
+        const int second = tkvi_min(1, rows - 1 - r) * s->pad, third = tkvi_min(2, rows - 1 - r) * s->pad,
+                  fourth = tkvi_min(3, rows - 1 - r) * s->pad;
+        const float *row = q + r * s->pad;
+        tkvi_vf sum[4];
+        float four[4];
+        sum[0] = sum[1] = sum[2] = sum[3] = tkvi_vf_splat(0.0f);
+        for (c = 0; c < s->pad; c += TKVI_VF, row += TKVI_VF) {
+            const tkvi_vf x = TKVI_N(load_outlier)(&o, half_step, mean, ref, c);
+            sum[0] = tkvi_vf_madd(tkvi_vf_load(row), x, sum[0]);
+            sum[1] = tkvi_vf_madd(tkvi_vf_load(row + second), x, sum[1]);
+            sum[2] = tkvi_vf_madd(tkvi_vf_load(row + third), x, sum[2]);
+            sum[3] = tkvi_vf_madd(tkvi_vf_load(row + fourth), x, sum[3]);
+        }
+        tkvi_vf_sum4(four, sum);
+        for (j = 0; j < tkvi_min(4, rows - r); j++) scores[(r + j) * TKVI_BLOCK + o.slot] = four[j];
+    }
+}
+
 TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                  const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -16325,6 +16710,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         d.ahead = ahead;
         TKVI_N(part_k)(&part, &a, &d, scale + first, zero + first, q + first, rows, first > 0, scores);
     }
+    if (s->has_outlier) TKVI_N(outlier_k)(s, src, q, ref, rows, scores);
 }
 
 TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
@@ -16820,6 +17206,26 @@ TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile,
     }
 }
 
+/* Replaces the scores of the outlier, which its columns do not hold. x: room for its values. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_outlier_k)(const tkvi_side *s, const uint8_t *src,
+                                                         tkvi_prefill_queries *const *q, int n_groups,
+                                                         float *x, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
+    const int lanes = q[0]->lanes;
+    int i, l, c;
+    if (o.slot == TKVI_NO_OUTLIER) return;
+    for (c = 0; c < s->pad; c += TKVI_VF)
+        tkvi_vf_store(x + c, TKVI_N(load_outlier)(&o, tkvi_vf_splat(o.half_step), mean, q[0]->ref, c));
+    for (i = 0; i < n_groups; i++)
+        for (l = 0; l < lanes; l += TKVI_VF) {
+            tkvi_vf sum = tkvi_vf_splat(0.0f);
+            for (c = 0; c < s->pad; c++)
+                sum = tkvi_vf_madd(tkvi_vf_load(q[i]->q + c * lanes + l), tkvi_vf_splat(x[c]), sum);
+            tkvi_vf_store(scores + (i * TKVI_BLOCK + o.slot) * lanes + l, sum);
+        }
+}
+
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *const *q, int n_groups, int n_limbs,
                                          float *scores) {
@@ -16837,6 +17243,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
         TKVI_N(prefill_part_k)
         (&part, codes, ahead, &a, scale + first, zero + first, first, q, n_groups, scores);
     }
+    if (s->has_outlier) TKVI_N(prefill_outlier_k)(s, src, q, n_groups, scale, scores);
 }
 
 /* Weights of all rows for channels of V that have one width and one group. */
@@ -18116,6 +18523,36 @@ TKVI_KERNEL void TKVI_N(encode_k_columns)(tkvi_columns *c) {
     }
 }
 
+/* Adds the squares of the deviations of one token from TKVI_VF columns. sum, unit: see tkvi_deviation. */
+TKVI_OP void TKVI_N(add_deviations)(tkvi_vi u, tkvi_vf n, tkvi_vf sum, tkvi_vf unit, int32_t *score) {
+    const tkvi_vf d = tkvi_vf_abs(tkvi_vf_sub(tkvi_vf_mul(tkvi_vi_to_float(u), n), sum)); /* exact */
+    const tkvi_vi x = tkvi_vi_min(tkvi_vi_trunc(tkvi_vf_mul(d, unit)), tkvi_vi_splat(TKVI_DEVIATION_MOST));
+    tkvi_vi_store(score, tkvi_vi_add(tkvi_vi_load(score), tkvi_vi_mul(x, x)));
+}
+
+TKVI_KERNEL void TKVI_N(score_tokens)(tkvi_columns *c, const uint8_t *importance,
+                                      int32_t (*score)[TKVI_LANES]) {
+    const tkvi_vf n = tkvi_vf_splat((float)c->n);
+    TKVI_ALIGNED float unit[TKVI_LANES] = {0.0f};
+    int l, i;
+    for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+        TKVI_N(columns_to_ints)(c, l);
+        for (i = l; i < tkvi_min(l + TKVI_VF, c->lanes); i++)
+            unit[i] = tkvi_deviation_unit(c->n, c->sum_u[i], c->sum_uu[i], importance[i]);
+    }
+    for (i = 0; i < TKVI_BLOCK / 2; i++) { /* in the order of tkvi_column_u */
+        const int t = i / 2 * 4 + i % 2;
+        if (t >= c->n) continue;
+        for (l = 0; l < TKVI_LANES; l += TKVI_VF) {
+            const tkvi_vi u = TKVI_N(load_u)(c, i, l);
+            const tkvi_vf sum = tkvi_vi_to_float(tkvi_vi_load(c->sum_u + l)), by = tkvi_vf_load(unit + l);
+            TKVI_N(add_deviations)
+            (tkvi_vi_and(u, tkvi_vi_splat(0xffff)), n, sum, by, score[t] + l);
+            TKVI_N(add_deviations)(tkvi_vi_right(u, 16), n, sum, by, score[t + 2] + l);
+        }
+    }
+}
+
 /* >>V tokens */
 /* Rotates a token, and fills y with zeros to a multiple of 32 channels. Returns the largest |y|. */
 TKVI_OP float TKVI_N(rotate_token)(const tkvi_side *s, int log2n, const float *x, const float *flip,
@@ -19196,6 +19633,7 @@ static const tkvi_simd_ops TKVI_N(simd_ops) = {TKVI_N(f16_to_f32),
                                                TKVI_SHARED(pack_tile),
                                                TKVI_SHARED(interleave),
                                                TKVI_N(encode_k_columns),
+                                               TKVI_N(score_tokens),
                                                TKVI_SHARED(finalize_scales),
                                                TKVI_N(encode_v_tokens),
                                                TKVI_SHARED(encode_groups),
@@ -19790,6 +20228,40 @@ TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_prod
     }
 }
 
+/* Values of the outlier at positions c .. c + TKVI_VF - 1, less the reference. */
+TKVI_OP tkvi_vf TKVI_N(load_outlier)(const tkvi_outlier *o, tkvi_vf half_step, const float *mean,
+                                     const float *ref, int c) {
+    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c, TKVI_VF), tkvi_vi_splat(-2));
+    const tkvi_vf zero = tkvi_vf_sub(tkvi_vf_load(mean + c), tkvi_vf_load(ref + c));
+    return tkvi_vf_madd(tkvi_vi_to_float(code), half_step, zero);
+}
+
+/* Replaces the scores of the outlier, which its columns do not hold. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(outlier_k)(const tkvi_side *s, const uint8_t *src, const float *q,
+                                                 const float *ref, int rows, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
+    const tkvi_vf half_step = tkvi_vf_splat(o.half_step);
+    int r, j, c;
+    for (r = 0; r < rows && o.slot != TKVI_NO_OUTLIER; r += 4) { /* rows that do not exist repeat the last */
+        const int second = tkvi_min(1, rows - 1 - r) * s->pad, third = tkvi_min(2, rows - 1 - r) * s->pad,
+                  fourth = tkvi_min(3, rows - 1 - r) * s->pad;
+        const float *row = q + r * s->pad;
+        tkvi_vf sum[4];
+        float four[4];
+        sum[0] = sum[1] = sum[2] = sum[3] = tkvi_vf_splat(0.0f);
+        for (c = 0; c < s->pad; c += TKVI_VF, row += TKVI_VF) {
+            const tkvi_vf x = TKVI_N(load_outlier)(&o, half_step, mean, ref, c);
+            sum[0] = tkvi_vf_madd(tkvi_vf_load(row), x, sum[0]);
+            sum[1] = tkvi_vf_madd(tkvi_vf_load(row + second), x, sum[1]);
+            sum[2] = tkvi_vf_madd(tkvi_vf_load(row + third), x, sum[2]);
+            sum[3] = tkvi_vf_madd(tkvi_vf_load(row + fourth), x, sum[3]);
+        }
+        tkvi_vf_sum4(four, sum);
+        for (j = 0; j < tkvi_min(4, rows - r); j++) scores[(r + j) * TKVI_BLOCK + o.slot] = four[j];
+    }
+}
+
 TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *q,
                                  const float *ref, int rows, int n, int n_limbs, float *scores) {
     TKVI_ALIGNED float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -19819,6 +20291,7 @@ TKVI_KERNEL void TKVI_N(tiles_k)(const tkvi_side *s, const uint8_t *src, const u
         d.ahead = ahead;
         TKVI_N(part_k)(&part, &a, &d, scale + first, zero + first, q + first, rows, first > 0, scores);
     }
+    if (s->has_outlier) TKVI_N(outlier_k)(s, src, q, ref, rows, scores);
 }
 
 TKVI_KERNEL void TKVI_N(tiles_v)(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,
@@ -20314,6 +20787,26 @@ TKVI_KERNEL void TKVI_N(prefill_part_k)(const tkvi_side *s, const uint8_t *tile,
     }
 }
 
+/* Replaces the scores of the outlier, which its columns do not hold. x: room for its values. */
+TKVI_KERNEL TKVI_NOINLINE void TKVI_N(prefill_outlier_k)(const tkvi_side *s, const uint8_t *src,
+                                                         tkvi_prefill_queries *const *q, int n_groups,
+                                                         float *x, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    const float *mean = s->mean ? s->mean : tkvi_zeros;
+    const int lanes = q[0]->lanes;
+    int i, l, c;
+    if (o.slot == TKVI_NO_OUTLIER) return;
+    for (c = 0; c < s->pad; c += TKVI_VF)
+        tkvi_vf_store(x + c, TKVI_N(load_outlier)(&o, tkvi_vf_splat(o.half_step), mean, q[0]->ref, c));
+    for (i = 0; i < n_groups; i++)
+        for (l = 0; l < lanes; l += TKVI_VF) {
+            tkvi_vf sum = tkvi_vf_splat(0.0f);
+            for (c = 0; c < s->pad; c++)
+                sum = tkvi_vf_madd(tkvi_vf_load(q[i]->q + c * lanes + l), tkvi_vf_splat(x[c]), sum);
+            tkvi_vf_store(scores + (i * TKVI_BLOCK + o.slot) * lanes + l, sum);
+        }
+}
+
 TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src, uintptr_t ahead,
                                          tkvi_prefill_queries *const *q, int n_groups, int n_limbs,
                                          float *scores) {
@@ -20331,6 +20824,7 @@ TKVI_KERNEL void TKVI_N(prefill_tiles_k)(const tkvi_side *s, const uint8_t *src,
         TKVI_N(prefill_part_k)
         (&part, codes, ahead, &a, scale + first, zero + first, first, q, n_groups, scores);
     }
+    if (s->has_outlier) TKVI_N(prefill_outlier_k)(s, src, q, n_groups, scale, scores);
 }
 
 /* Weights of all rows for channels of V that have one width and one group. */
@@ -23121,9 +23615,9 @@ static void tkvi_place_v(tkvi_record *r, int v_in_k, int v_head_dim) {
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, key.v_in_k, k);
     if (!key.v_in_k)
-        tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
+        tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, 0, v);
     r->at = 0;
     tkvi_place_v(r, key.v_in_k, key.v_head_dim);
 }
@@ -23150,7 +23644,8 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
-        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad);
+        k = heads * 32 *
+            tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad, r.k.has_outlier);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -23733,7 +24228,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, !g->v_in_k, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
@@ -23741,6 +24236,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
+            share.importance = heads[head].importance;
+            share.is_viewed = g->v_in_k;
             tkvi_side_init(&c->record[head].k, k, TKV_K, g->head_dim, cfg->format.group_size, c->tokens,
                            &share);
         }
@@ -27741,19 +28238,6 @@ static void tkvi_learn_tokens(tkv_cache *kv, int layer, int version, const tkv_s
 
 #define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
 #define TKVI_FADE 2        /* after a table, statistics count 1 / 2^2 */
-
-/* >>logarithms of statistics, in 1/8 octaves */
-#define TKVI_LOG8_NONE (-1200)
-
-/* Returns 8 log2(x), rounded, by comparing bits; TKVI_LOG8_NONE for 0, negative numbers and NaN. */
-static int tkvi_log8(float x) {
-    static const uint32_t border[8] = {371395, 1164243, 2028850, 2971711, 3999908, 5121164, 6343903, 7677309};
-    uint32_t bits = tkvi_bits(x);
-    int step = 0;
-    if (!(x > 0.0f)) return TKVI_LOG8_NONE;
-    while (step < 8 && (bits & 0x7fffffu) >= border[step]) step++;
-    return 8 * ((int)(bits >> 23) - 127) + step;
-}
 
 /* >>statistics of one head, from its blocks */
 typedef struct tkvi_channel_sums {

@@ -220,7 +220,7 @@ typedef struct tkvcu_side { /* one head's K or V in one coding */
     int16_t top;         /* exponent that bounds the logarithmic scales */
     uint32_t at, bytes;  /* offset in the block; size with metadata */
     uint32_t code_bytes; /* codes; the metadata follows, as in src/formats */
-    int32_t table;       /* A: first element in order and mean; -1: natural order and means 0 */
+    int32_t table; /* A: first element in order, importance, mean; -1: natural order, all alike, means 0 */
 } tkvcu_side;
 
 typedef struct tkvcu_list {
@@ -235,7 +235,7 @@ typedef struct tkvcu_view {        /* a layer; kernels get it by value */
     int32_t ring[TKVCU_REGIONS];   /* block b is at place b % ring */
     uint8_t *version;              /* [n_seqs][max_blocks]: table version of each block */
     const tkvcu_side *side;        /* [TKVI_VERSIONS][TKVCU_REGIONS][n_kv_heads][2] */
-    const uint8_t *order;
+    const uint8_t *order, *importance;
     const float *mean;
     int32_t n_seqs, n_heads, n_kv_heads, head_dim, sinks, max_blocks;
 } tkvcu_view;
@@ -492,6 +492,9 @@ template <int Dim> struct tkvcu_transcoder {
     tkvi_format format[2];
     tkvi_side side[2]; /* source, target */
     float scale[Dim], zero[Dim];
+    uint8_t row[Dim];                  /* A: the outlier's row of the source side */
+    int32_t deviation[TKVI_BLOCK];     /* A: of each token, summed over the channels */
+    int32_t largest;                   /* A: bits of the outlier's largest residual */
     alignas(16) uint8_t meta[4 * Dim]; /* of the target side */
     alignas(16) uint8_t code[Dim / 4][TKVI_TILE_CODES];
     union {
@@ -545,8 +548,10 @@ TKVCU_DEVICE void tkvcu_open_side(const tkvcu_view *v, const tkvcu_side *d, int 
     }
     if (d->kind == TKVCU_A) {
         for (w = 1; w <= 6; w++) s->tiles.n[w] = (uint16_t)(4 * d->slabs[w]);
+        s->has_outlier = 1;
         if (d->table >= 0) {
             s->order = v->order + d->table;
+            s->importance = v->importance + d->table;
             s->mean = v->mean + d->table;
         }
     }
@@ -617,6 +622,11 @@ template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int ba
     }
 }
 
+/* Returns the slot of the outlier and its scale (tkvi_outlier_head). All lanes of a warp call it. */
+TKVCU_DEVICE int tkvcu_load_outlier_head(const uint8_t *row, int lane) {
+    return (int)(__ballot_sync(0xffffffffu, row[lane] & 1) & 0x7fffu);
+}
+
 /* >>decoding */
 /* Decodes scale and zero number i of the side. */
 TKVCU_DEVICE void tkvcu_decode_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
@@ -660,16 +670,24 @@ TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_transcoder<Dim> *d, int bf16, const u
     }
 }
 
+/* The source side is overwritten; only d->row remains of it. */
 template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_transcoder<Dim> *d) {
     const tkvi_side *s = &d->side[0];
     const int position = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS, width = tkvcu_find_width(s, position);
     const uint8_t *tile = d->code[position / 4];
     const float scale = d->scale[position], zero = d->zero[position];
-    float *x = d->x + tkvi_channel(s, position);
-    int t;
+    float *x = d->x + tkvi_channel(s, position), outlier = 0.0f;
+    int t, slot = TKVI_NO_OUTLIER;
+    if (s->has_outlier) {
+        const int head = tkvcu_load_outlier_head(d->row, tkvcu_thread_index() % 32);
+        slot = head & 127;
+        outlier = tkvi_outlier_value(d->row[position], 0.5f * tkvi_log_value(head >> 7, s->top),
+                                     s->mean ? s->mean[position] : 0.0f);
+    }
     TKVCU_UNROLL
     for (t = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS; t < TKVI_BLOCK; t += TKVCU_CHANNEL_THREADS)
-        x[t * tkvcu_transcoder<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
+        x[t * tkvcu_transcoder<Dim>::STRIDE] =
+            t == slot ? outlier : tkvi_k_value(s, width, tile, position, t, scale, zero);
 }
 
 template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_transcoder<Dim> *d) {
@@ -713,6 +731,7 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from,
         }
         for (i = me; i < n; i += all)
             tkvcu_decode_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        if (s->has_outlier && me < Dim) d->row[me] = d->bytes[(int)s->code_bytes + 2 * Dim + me];
         __syncthreads();
         if (s->which == TKV_V) tkvcu_decode_v<Dim>(d);
         else tkvcu_decode_k<Dim>(d);
@@ -722,6 +741,107 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from,
 
 /* >>encoding. d->x becomes codes and metadata of the target side. Each function follows the steps of
  * src/formats. */
+/* Cuts this thread's values of a column to integers (formats/a.h, step 1). `from` stands for the token `slot`. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_load_column(const float *x, float mean, int part, int slot, int from, tkvi_column *c,
+                                    int u[TKVCU_THREAD_VALUES]) {
+    float y[TKVCU_THREAD_VALUES], low = 1e30f, high = -1e30f, inverse;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
+        const int t = TKVCU_CHANNEL_THREADS * i + part;
+        y[i] = tkvi_a_residual(x[(t == slot ? from : t) * tkvcu_transcoder<Dim>::STRIDE], mean);
+        low = y[i] < low ? y[i] : low;
+        high = y[i] > high ? y[i] : high;
+    }
+    c->low = tkvcu_min_lanes<TKVCU_CHANNEL_THREADS>(low);
+    c->step = tkvi_a_step(c->low, tkvcu_max_lanes<TKVCU_CHANNEL_THREADS>(high), &inverse);
+    c->sum_u = c->sum_uu = 0;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
+        u[i] = tkvi_a_integer(y[i], c->low, inverse);
+        c->sum_u += u[i];
+        c->sum_uu += u[i] * u[i];
+    }
+    c->sum_u = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c->sum_u);
+    c->sum_uu = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c->sum_uu);
+}
+
+/* Gives N of 2 N sums to the lane By further, and adds its sums to the others. Returns the first that was kept. */
+template <int N, int By> TKVCU_DEVICE int tkvcu_share_sums(int sum[2 * N], int lane) {
+    const int upper = lane & By;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < N; i++) {
+        const int given = upper ? sum[i] : sum[i + N], kept = upper ? sum[i + N] : sum[i];
+        sum[i] = kept + __shfl_xor_sync(0xffffffffu, given, By);
+    }
+    return upper ? N : 0;
+}
+
+/* Adds the deviations of this warp's channels to d->deviation (step B). Lanes with the same part share tokens. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_add_deviations(tkvcu_transcoder<Dim> *d, const tkvi_column *c, float unit, int part,
+                                       const int u[TKVCU_THREAD_VALUES]) {
+    const int lane = tkvcu_thread_index() % 32;
+    int sum[TKVCU_THREAD_VALUES], i, first;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
+        const int x = tkvi_deviation(TKVI_BLOCK, c->sum_u, u[i], unit);
+        sum[i] = x * x;
+    }
+    first = tkvcu_share_sums<8, 16>(sum, lane);
+    first += tkvcu_share_sums<4, 8>(sum, lane);
+    first += tkvcu_share_sums<2, 4>(sum, lane);
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) /* sums of integers: their order does not matter */
+        atomicAdd(&d->deviation[TKVCU_CHANNEL_THREADS * (first + i) + part], sum[i]);
+}
+
+/* Returns the slot of the outlier (step B). All lanes of a warp call it. */
+TKVCU_DEVICE int tkvcu_find_outlier(const int32_t deviation[TKVI_BLOCK], int lane) {
+    const int first = deviation[lane], second = deviation[lane + 32];
+    const int most = (int)__reduce_max_sync(0xffffffffu, (unsigned)tkvi_max(first, second));
+    const int before_end = first == most    ? 63 - lane
+                           : second == most ? 31 - lane
+                                            : 0; /* slots to the last one */
+    const int slot = 63 - (int)__reduce_max_sync(0xffffffffu, (unsigned)before_end);
+    return most > 0 ? slot : TKVI_NO_OUTLIER;
+}
+
+/* Finds the outlier, and writes its row to d->meta (steps A to C). x: values of this thread's channel. Returns the
+ * slot. All threads call it. */
+template <int Dim>
+TKVCU_DEVICE int tkvcu_encode_outlier(tkvcu_transcoder<Dim> *d, const float *x, float mean, int position,
+                                      int part) {
+    const tkvi_side *s = &d->side[1];
+    const int lane = tkvcu_thread_index() % 32;
+    int u[TKVCU_THREAD_VALUES], slot, log;
+    float residual = 0.0f, step, most;
+    tkvi_column c;
+    if (tkvcu_thread_index() < TKVI_BLOCK) d->deviation[tkvcu_thread_index()] = 0;
+    if (tkvcu_thread_index() == 0) d->largest = 0;
+    __syncthreads();
+    tkvcu_load_column<Dim>(x, mean, part, TKVI_NO_OUTLIER, 0, &c, u);
+    tkvcu_add_deviations<Dim>(
+        d, &c,
+        tkvi_deviation_unit(TKVI_BLOCK, c.sum_u, c.sum_uu, s->importance ? s->importance[position] : 255),
+        part, u);
+    __syncthreads();
+    slot = tkvcu_find_outlier(d->deviation, lane);
+    if (slot != TKVI_NO_OUTLIER) residual = tkvi_a_residual(x[slot * tkvcu_transcoder<Dim>::STRIDE], mean);
+    most = tkvcu_warp_max(fabsf(residual));
+    if (lane == 0) atomicMax(&d->largest, (int)tkvi_bits(most)); /* not negative: ordered as integers */
+    __syncthreads();
+    log = tkvi_outlier_log(tkvi_from_bits((uint32_t)d->largest), s->top);
+    step = tkvi_log_value(log, s->top);
+    if (part == 0)
+        d->meta[2 * Dim + position] =
+            tkvi_outlier_byte(tkvi_outlier_code(residual, step > 0.0f ? tkvi_f32(1.0f / step) : 0.0f),
+                              slot | log << 7, position);
+    return slot;
+}
+
 template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
     enum { NEXT = TKVCU_CHANNEL_THREADS * tkvcu_transcoder<Dim>::STRIDE };
     const tkvi_side *s = &d->side[1];
@@ -729,29 +849,15 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
               part = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS;
     const float mean = s->mean ? s->mean[position] : 0.0f;
     float *x = d->x + part * tkvcu_transcoder<Dim>::STRIDE + tkvi_channel(s, position);
-    float y[TKVCU_THREAD_VALUES], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
+    const float *column = d->x + tkvi_channel(s, position);
+    const int slot = tkvcu_encode_outlier<Dim>(d, column, mean, position, part);
+    float most = -1.0f, middle;
     int u[TKVCU_THREAD_VALUES], i, k, best = 0, beyond;
     uint8_t log, by;
     tkvi_column c;
     c.n = TKVI_BLOCK;
     c.width = tkvcu_find_width(s, position);
-    TKVCU_UNROLL
-    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
-        y[i] = tkvi_a_residual(x[i * NEXT], mean);
-        low = y[i] < low ? y[i] : low;
-        high = y[i] > high ? y[i] : high;
-    }
-    c.low = tkvcu_min_lanes<TKVCU_CHANNEL_THREADS>(low);
-    c.step = tkvi_a_step(c.low, tkvcu_max_lanes<TKVCU_CHANNEL_THREADS>(high), &inverse);
-    c.sum_u = c.sum_uu = 0;
-    TKVCU_UNROLL
-    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
-        u[i] = tkvi_a_integer(y[i], c.low, inverse);
-        c.sum_u += u[i];
-        c.sum_uu += u[i] * u[i];
-    }
-    c.sum_u = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_u);
-    c.sum_uu = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_uu);
+    tkvcu_load_column<Dim>(column, mean, part, slot, tkvi_outlier_neighbour(slot), &c, u);
     c.sum_c = c.sum_cc = c.sum_cu = 0;
     TKVCU_ROLL
     for (k = 0; k < TKVI_A_CUTS; k++) {
@@ -785,6 +891,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
+        __syncwarp(); /* other lanes have read the column */
         /* d->x stores u, because the rolled loop below cannot index registers */
         TKVCU_UNROLL
         for (i = 0; i < TKVCU_THREAD_VALUES; i++) x[i * NEXT] = (float)u[i];
@@ -1546,6 +1653,7 @@ TKVCU_DEVICE void tkvcu_reorder_pair_weights(const uint32_t b[2], uint32_t reord
  *
  *     global --cp.async--> two slots of shared memory, for a K side and a V side
  *     K: q * scale of the channel -> 16-bit integer = two int8 limbs; S = codes * q     tokens x columns, bytes
+ *        A: the outlier's score is its row * q, and replaces that of its codes (formats/a.h)
  *     softmax of the key tile; the running maximum moves only if it grows by more than 4 (in log2)
  *     V: weight * scale of the token -> two limbs, through shared memory into the order of the second operand;
  *        O += codes * P                                                                 channels x columns, bytes
@@ -1686,7 +1794,10 @@ template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
     /* second operands of 16-bit products: high and low limbs of the queries */
     tkvcu_u32x2 q16[D / 16][NT][32];
+    /* A: second operands of products with the outlier's row: limbs of the queries (tkvcu_score_outlier) */
+    tkvcu_u32x4 q_row[D / 64][NT][32];
     float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
+    float least_product;          /* lower bound of the largest product of q with a scale */
     float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
     float mean[4 * NT];           /* q * static means of keys */
     float k_log[256], v_log[256]; /* scales of A (K) and R (V) by their code byte */
@@ -1811,9 +1922,13 @@ TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s, int slab) {
     return w;
 }
 
-#define TKVCU_Q_MAX 32600.0f /* largest integer of q * scale */
-#define TKVCU_P_MAX 65000.0f /* largest integer of a weight * scale */
-#define TKVCU_TINY 1e-30f    /* avoids division by 0 */
+#define TKVCU_Q_MAX 32600.0f   /* largest integer of q * scale */
+#define TKVCU_ROW_MAX 16300.0f /* integer of the unit of q16, for products with the outlier's row */
+#define TKVCU_P_MAX 65000.0f   /* largest integer of a weight * scale */
+#define TKVCU_TINY 1e-30f      /* avoids division by 0 */
+/* A: no scale counts as less than this times the largest one. The score of the outlier, in the unit of the others, then
+ * stays below -TKVCU_LEAST_SUM. It is 2^-28, and the window of scales has 16 octaves. */
+#define TKVCU_LEAST_SCALE 3.7252903e-9f
 /* 1.5 * 2^23: adding it rounds a float to an integer, which is then in the low bits. */
 #define TKVCU_ROUNDING 12582912.0f
 
@@ -1823,7 +1938,7 @@ template <int D, int NT>
 TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *slot,
                                           const tkvcu_attend_shared<D, NT> &b, tkvcu_f32x4 *out, int lane) {
     tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
-    float most = TKVCU_TINY, up;
+    float most = b.least_product, up;
     int i;
     if (D == 128 || lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
@@ -2102,6 +2217,41 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[nt] += b.q16_ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
+}
+
+/* Replaces the score of A's outlier by the product of q and its row. Lanes t take 64 channels at a time, 16 bytes of
+ * the row each. Words 0 and 2 are rows g of the first operand, words 1 and 3 rows g + 8. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_score_outlier(float s[4][NT][2], const uint8_t *row, const float base[NT], float unit,
+                                      const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
+    const uint32_t head = __ballot_sync(0xffffffffu, row[me.lane] & 1);
+    const int token = (int)(head & 127u) - 2 * me.g; /* less the lane's first one */
+    const float half_step = b.k_log[head >> 7 & 255u] * (0.5f / TKVCU_ROW_MAX), per_unit = tkvcu_rcp(unit);
+    int32_t even[NT][4], odd[NT][4];
+    int k, nt, p, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) even[nt][i] = odd[nt][i] = 0;
+    TKVCU_UNROLL
+    for (k = 0; k < D / 64; k++) {
+        const tkvcu_u32x4 x = *(const tkvcu_u32x4 *)(const void *)(row + 64 * k + 16 * me.t);
+        const uint32_t a[4] = {x.x & 0xfefefefeu, x.y & 0xfefefefeu, x.z & 0xfefefefeu, x.w & 0xfefefefeu};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_u32x4 q = b.q_row[k][nt][me.lane];
+            const uint32_t b02[2] = {q.x, q.z}, b13[2] = {q.y, q.w};
+            tkvcu_mma_ss(even[nt], a, b02);
+            tkvcu_mma_ss(odd[nt], a, b13);
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        const int column = 4 * nt + me.t, sum = 256 * (even[nt][0] + odd[nt][2]) + even[nt][1] + odd[nt][3];
+        const float x = fmaf((float)sum, half_step * b.q16_ratio[column], b.mean[column] - base[nt]);
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (i = 0; i < 2; i++) s[p][nt][i] = token == 16 * p + i ? x * per_unit : s[p][nt][i];
+    }
 }
 
 /* >>softmax. The weights of a key tile are relative to its own maximum. A factor converts them to the running
@@ -2386,6 +2536,7 @@ TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_sha
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
     tkvcu_multiply_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
+    if (side.kind == TKVCU_A) tkvcu_score_outlier<D, NT>(s, slot + 2 * D, base, unit, b, me);
     tkvcu_softmax_step(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
@@ -2625,6 +2776,26 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
             ((tkvcu_u32x2 *)(void *)b.q16)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
         else b.q16[slab][nt][lane] = to;
     }
+    for (i = tid; i < D / 64 * NT * 32 && side.kind == TKVCU_A; i += TKVCU_THREADS) {
+        const int lane = i % 32, nt = i / 32 % NT, first = i / 32 / NT * 64 + lane % 4 * 16,
+                  mine = 4 * nt + lane / 8;
+        const float unit = TKVCU_ROW_MAX * tkvi_from_bits((uint32_t)b.scratch[4 * NT + mine]);
+        const size_t at = k.column + mine < k.columns ? tkvcu_find_query(j, k, k.column + mine) : 0;
+        const tkvcu_f32x4 units = {{unit, unit, unit, unit}};
+        uint32_t word[4];
+        TKVCU_UNROLL
+        for (r = 0; r < 4; r++) {
+            tkvcu_f32x4 x;
+            tkvcu_u32x2 limbs;
+            TKVCU_UNROLL
+            for (c = 0; c < 4; c++)
+                x.x[c] = tkvcu_load_element(
+                    j.q, j.type, at + (size_t)(order ? order[first + 4 * r + c] : first + 4 * r + c));
+            limbs = tkvcu_split_q_limbs(x, units);
+            word[r] = lane / 4 % 2 ? limbs.y : limbs.x;
+        }
+        b.q_row[i / 32 / NT][nt][lane] = {word[0], word[1], word[2], word[3]};
+    }
     for (i = tid; i < 256; i += TKVCU_THREADS) {
         if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_decode_log((uint32_t)i, side.top, b.mantissa);
         if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_decode_log((uint32_t)i, b.side[1].top, b.mantissa);
@@ -2632,6 +2803,13 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
     for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS)
         b.max_codes[i] = ((1u << tkvcu_find_slab_width(side, i / 4)) - 1u) * 0x01010101u;
     __syncthreads();
+    if (tid == 0) {
+        float least = TKVCU_TINY;
+        for (c = 0; c < 4 * NT && side.kind == TKVCU_A; c++)
+            if (b.logit_scale[c] == b.logit_scale[c])
+                least = fmaxf(least, 2.0f * b.q16_ratio[c] * b.k_log[255] * TKVCU_LEAST_SCALE);
+        b.least_product = least;
+    }
     for (i = tid; i < D / 4; i += TKVCU_THREADS) {
         tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
         for (c = 0; c < 4 * NT; c++) TKVCU_UNROLL
@@ -3173,8 +3351,8 @@ static cudaError_t tkvcu_launch_attend(const tkvcu_attend_plan *s, const tkvcu_v
  * Each tile is in units of a power of two, so fp16 can represent the values of any cache. The unit of K belongs to
  * the key tile. The unit of V belongs to the sums, and grows with them. Each row of queries has its own unit. Terms
  * that are equal for all tokens of a key tile (zeros of KIVI, means of A) are not part of K's tile. They are
- * multiplied by q separately, so that only the difference from them is rounded. Values of R stay rotated; combine.h
- * rotates their sum back.
+ * multiplied by q separately, so that only the difference from them is rounded. A's outlier is a row of K's tile, and
+ * has zeros of its own for channels without codes. Values of R stay rotated; combine.h rotates their sum back.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -3224,13 +3402,17 @@ template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thr
     uint16_t zero[2][128];   /* the same; K: in unit 1 */
     uint16_t zero_rest[D];   /* K: rounding error of zero */
     uint16_t code_offset[D]; /* K: added to a code before the scale */
+    uint16_t outlier[D];     /* A: the outlier's values in the unit of K's tile, less the means */
+    int outlier_slot;        /* of K's tile; TKVI_NO_OUTLIER: none */
     tkvcu_slab slab[2][D / 16];
     int coded; /* K: slabs that have codes */
     /* R with pairs: coordinates by code, plus 128; of the first and second channels */
     uint32_t pair_table[2][2];
     float q_unit[64 * MT];       /* by row: q was divided by it */
     float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
-    int query[64 * MT];          /* by row: position */
+    float outlier_zero
+        [64 * MT]; /* by row: q * (means, and the outlier's channels without codes), in the tile's unit */
+    int query[64 * MT]; /* by row: position */
     float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
@@ -3330,6 +3512,13 @@ TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g
                 out.y = tkvcu_hmul2(tkvcu_add_f16x2(y, fine.y), scale.y);
                 *(tkvcu_u32x2 *)(void *)(to + 16 * p * (2 * D)) = out;
             }
+        }
+        if (s.outlier_slot == TKVI_NO_OUTLIER) continue;
+        __syncwarp();
+        if (g == 0) {
+            const int row = s.outlier_slot;
+            *(tkvcu_u32x2 *)(void *)(tile + row * (2 * D) + tkvcu_swizzle_row(row, 2 * n + t / 2) +
+                                     t % 2 * 8) = tkvcu_load_u32x2((const uint8_t *)(s.outlier + channel), 0);
         }
     }
 }
@@ -3491,6 +3680,21 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
     return x;
 }
 
+/* Reads the outlier of K's side, in units of 1 / by. All lanes of a warp call it. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_load_outlier_row(tkvcu_prefill_shared<D, MT> &s, float by, int tid) {
+    const tkvcu_side &side = s.side[0];
+    const uint8_t *row = s.raw[0] + side.code_bytes + 2 * D;
+    int head = TKVI_NO_OUTLIER;
+    if (side.kind == TKVCU_A) {
+        head = tkvcu_load_outlier_head(row, tid % 32);
+        if (tid < D)
+            s.outlier[tid] = (uint16_t)tkvcu_pack_f16x2(
+                by * tkvi_outlier_value(row[tid], 0.5f * tkvi_log_value(head >> 7, side.top), 0.0f), 0.0f);
+    }
+    if (tid == 0) s.outlier_slot = head & 127;
+}
+
 /* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if
  * needed. All threads call it. */
 template <int D, int MT>
@@ -3517,6 +3721,7 @@ TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_
     if (tkvcu_is_measured(s.side[0]))
         exponent[0] = tkvi_max(exponent[0],
                                -40); /* smaller units are not needed in fp16; zero * 2^40 must stay finite */
+    tkvcu_load_outlier_row(s, tkvcu_exp2i(-exponent[0]), tid);
     exponent[1] = tkvcu_find_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
         const float by = tkvcu_exp2i(u.top - exponent[1]);
@@ -3557,11 +3762,13 @@ TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int fir
 
 TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
-/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. */
+/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. Odd columns of the second
+ * operand are the outlier. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
+TKVCU_DEVICE void tkvcu_multiply_zeros(tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
                                        float by, int lane) {
     const int coded = s.side[0].kind != TKVCU_EXACT, from = s.side[0].kind == TKVCU_KIVI ? 0 : s.coded;
+    const int odd = s.side[0].kind == TKVCU_A && lane / 4 % 2;
     float sum[MT][4];
     int c, mt, i;
     TKVCU_UNROLL
@@ -3569,8 +3776,10 @@ TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, flo
     TKVCU_ROLL
     for (c = from; coded && c < D / 16; c++) {
         const int at = 16 * c + 2 * (lane % 4);
-        const uint32_t b[2] = {tkvcu_load_f16x2(s.zero[0] + at), tkvcu_load_f16x2(s.zero[0] + at + 8)};
-        const uint32_t rest[2] = {tkvcu_load_f16x2(s.zero_rest + at), tkvcu_load_f16x2(s.zero_rest + at + 8)};
+        const uint16_t *zero = odd ? s.outlier : s.zero[0];
+        const uint32_t b[2] = {tkvcu_load_f16x2(zero + at), tkvcu_load_f16x2(zero + at + 8)};
+        const uint32_t rest[2] = {odd ? 0 : tkvcu_load_f16x2(s.zero_rest + at),
+                                  odd ? 0 : tkvcu_load_f16x2(s.zero_rest + at + 8)};
         uint32_t a[4];
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) {
@@ -3581,8 +3790,12 @@ TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, flo
     }
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++)
-        zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[first + 16 * mt + 8 * i + lane / 4]) * by;
+    for (i = 0; i < 2; i++) {
+        const int row = first + 16 * mt + 8 * i + lane / 4;
+        zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[row]) * by;
+        if (lane % 4 == 0) s.outlier_zero[row] = fmaf(s.mean_product[row], by, sum[mt][2 * i + 1]);
+    }
+    __syncwarp();
 }
 
 /* Updates the running maxima of the rows. They move only if one grows by more than 4. */
@@ -3615,7 +3828,7 @@ TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[
 
 /* Attends to the tokens in the tiles, for the rows of this warp. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
+TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
                                      tkvcu_row_partials<D, MT> &u, const tkvcu_strip &strip, int exponent,
                                      int warp, int lane) {
     const tkvcu_prefill_task &task = s.task;
@@ -3636,6 +3849,14 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
         for (i = 0; i < 4; i++) x[mt][n][i] = zeros[mt][i / 2];
+        if (at <= s.outlier_slot && s.outlier_slot < at + TKVCU_STRIP) {
+            TKVCU_UNROLL
+            for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
+            for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++)
+                if (at + 8 * n + 2 * t + i % 2 == s.outlier_slot)
+                    x[mt][n][i] = s.outlier_zero[first + 16 * mt + 8 * (i / 2) + g];
+        }
         TKVCU_UNROLL_2
         for (c = 0; c < slabs; c++) {
             uint32_t a[MT][4], b[4];
@@ -4071,7 +4292,7 @@ static cudaError_t tkvcu_launch_prefill(const tkvcu_prefill_grid grid[2], const 
  * of import and export. Pieces of device memory begin at multiples of 256 bytes:
  *
  *     cache: flags | layers [n_layers] | lists [n_layers][n_seqs] | for each layer with blocks:
- *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
+ *            versions [n_seqs][max_blocks] | sides | order, importance, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
  *            regions [n_seqs][ring] blocks
  *     work:  partial results of attention (attend.h)
  */
@@ -4091,7 +4312,7 @@ struct tkvcu {
     tkvcu_layer *layer; /* device, [n_layers] */
     tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
     uint32_t *flags;    /* device */
-    uint8_t *staging;   /* host copy of a layer's sides, order and mean */
+    uint8_t *staging;   /* host copy of a layer's sides and tables */
     tkvcu_attend_plan attend_plan;
     tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
@@ -4240,8 +4461,8 @@ static size_t tkvcu_n_sides(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
-static size_t tkvcu_n_table_entries(
-    const tkv_config *cfg) { /* Returns the entries of order, and of mean, in a layer. */
+/* Returns the entries of order, of importance and of mean in a layer. */
+static size_t tkvcu_n_table_entries(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
@@ -4268,6 +4489,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     v->version = (uint8_t *)tkvcu_reserve_piece(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
     v->side = (const tkvcu_side *)tkvcu_reserve_piece(a, tkvcu_n_sides(cfg), sizeof *v->side);
     v->order = (const uint8_t *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), 1);
+    v->importance = (const uint8_t *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), 1);
     v->mean = (const float *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), sizeof *v->mean);
     for (r = 0; r < TKVCU_REGIONS; r++) {
         const size_t block = d->shape.bytes[tkvcu_find_key(p, r)].total;
@@ -4307,7 +4529,7 @@ static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_
     d->layer = (tkvcu_layer *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
     d->lists = (tkvcu_list *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs,
                                                  sizeof *d->lists);
-    d->staging = tkvcu_n_sides(cfg) * sizeof(tkvcu_side) + tkvcu_n_table_entries(cfg) * (sizeof(float) + 1);
+    d->staging = tkvcu_n_sides(cfg) * sizeof(tkvcu_side) + tkvcu_n_table_entries(cfg) * (sizeof(float) + 2);
     for (i = 0; i < cfg->model.n_layers; i++) {
         tkvi_plan p;
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
@@ -4384,7 +4606,7 @@ static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
-/* Copies sides, order and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
+/* Copies sides, order, importance and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
 static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -4393,12 +4615,12 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
                  n = tkvcu_n_table_entries(cfg);
     tkvcu_side *side = (tkvcu_side *)(void *)cu->staging;
     float *mean = (float *)(void *)(side + tkvcu_n_sides(cfg));
-    uint8_t *order = (uint8_t *)(mean + n);
+    uint8_t *order = (uint8_t *)(mean + n), *importance = order + n;
     tkvcu_layer info;
     size_t h, at = 0;
     tkv_status st;
     int version, r;
-    memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
+    memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 2));
     for (version = 0; version < TKVI_VERSIONS; version++) {
         for (r = 0; r < TKVCU_REGIONS; r++) {
             const tkvi_layout *c = tkvcu_find_coding(kv, layer, r, version);
@@ -4411,8 +4633,10 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
         }
         for (h = 0; h < heads && tkvcu_has_table(kv, layer, version); h++) {
             const tkvi_head *head = &tkvi_heads_of(&kv->tables, layer, version)[h];
-            memcpy(order + ((size_t)version * heads + h) * pad, head->order, pad);
-            memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
+            const size_t to = ((size_t)version * heads + h) * pad;
+            memcpy(order + to, head->order, pad);
+            memcpy(importance + to, head->importance, pad);
+            memcpy(mean + to, head->mean, pad * sizeof *mean);
         }
     }
     tkvcu_widen_attend_plan(&cu->attend_plan, side, tkvcu_n_sides(cfg), cfg->model.head_dim);
@@ -4427,6 +4651,9 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
     if (!st)
         st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync((void *)(uintptr_t)v->order, order, n, cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync((void *)(uintptr_t)v->importance, importance, n,
+                                                  cudaMemcpyHostToDevice, stream));
     if (!st)
         st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&cu->layer[layer], &info, sizeof info, cudaMemcpyHostToDevice, stream));
@@ -4446,7 +4673,7 @@ static int tkvcu_make_equal_tables(tkv_cache *kv) {
             tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, 0)[head];
             h->k_top = h->v_top = TKVI_LOG_TOP_DEFAULT;
             for (c = 0; c < cfg->model.head_dim; c++) {
-                to.importance[c] = 1;
+                to.importance[c] = 255;
                 tkvi_set_order(to.order, cfg->model.head_dim, c, c);
             }
         }

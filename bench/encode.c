@@ -53,9 +53,10 @@ static const tkvi_share *make_table(table *t, const tkvi_format *f, tkv_side whi
     t->share.top = TKVI_LOG_TOP_DEFAULT;
     t->share.half_bits = f->bits / 2;
     if (which == TKV_K) {
-        tkvi_choose_widths(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad), &t->share.tiles);
+        tkvi_choose_widths(&head, pad, 1, tkvi_head_budget(f->bits, dim, pad, 1), &t->share.tiles);
         t->share.order = t->order;
         t->share.mean = t->mean;
+        t->share.importance = t->importance;
     }
     return &t->share;
 }

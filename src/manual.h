@@ -397,7 +397,8 @@
  *
  *   Why A and R lose little: a query does not weigh the channels of a key alike. Channels that queries weigh and that
  *   vary get up to 6 bits, the others fewer or none. Values have no such channels. They are rotated until one small
- *   grid fits all channels. Heads that attend far back get more of their layer's bytes.
+ *   grid fits all channels. Heads that attend far back get more of their layer's bytes. One key of each 64 has a row of
+ *   its own: the one that is farthest from the others. Such keys are often attention sinks in the middle of a text.
  *
  *   Layers. cfg.layers points to n_layers settings, and 0 takes the cache's value. The array is read during creation
  *   and not kept. A layer can have heads and channels of its own (n_heads, n_kv_heads, head_dim, v_head_dim), as where

@@ -386,6 +386,8 @@ TEST(large_and_tiny_values) {
         }
 }
 
+TEST(lone_keys) { check_lone_keys(MAX_QUERIES, 2); }
+
 /* Windows that end at a block border: one query sees no key of a block that another query sees. With and without
  * a soft cap, which changes the unit of logits. */
 TEST(blocks_that_only_one_query_sees) {
@@ -477,6 +479,7 @@ int main(int argc, char **argv) {
     RUN(table_versions);
     RUN(same_bits_in_any_order);
     RUN(large_and_tiny_values);
+    RUN(lone_keys);
     RUN(blocks_that_only_one_query_sees);
     RUN(query_heads_of_different_size);
     return tkv_test_end();

@@ -317,6 +317,8 @@ TEST(constant_keys) {
     }
 }
 
+TEST(lone_keys) { check_lone_keys(MAX_QUERIES, 12); }
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(formats);
@@ -329,6 +331,7 @@ int main(int argc, char **argv) {
     RUN(same_bits_in_any_order);
     RUN(large_and_tiny_values);
     RUN(constant_keys);
+    RUN(lone_keys);
     RUN(a_prompt_in_chunks);
     return tkv_test_end();
 }

@@ -115,6 +115,21 @@ static void append_random(rig *r, int seq, int to) {
     }
 }
 
+/* Appends 600 tokens to sequence 0. One key in 50 has the size r->k_size in all channels, so that most blocks have two
+ * of them or one. Others have the size `rest`; 0: they are 0, and so are the static means. */
+static void append_lone_keys(rig *r, float rest) {
+    const int row = r->cfg.model.n_kv_heads * r->cfg.model.head_dim;
+    std::vector<float> k((size_t)row), v((size_t)row);
+    int i, c;
+    for (i = 0; i < 600; i++) {
+        tkv_rng_fill(&r->rng, k.data(), (size_t)row, (double)(i % 50 == 17 ? r->k_size : 1.0f));
+        tkv_rng_fill(&r->rng, v.data(), (size_t)row, 1.0);
+        for (c = 0; c < row && i % 50 != 17; c++) k[(size_t)c] *= rest;
+        CHECK_EQ(tkv_append(r->kv, 0, 0, k.data(), v.data(), 1), TKV_OK);
+        if (i == 15 && rest == 0.0f) CHECK_EQ(tkv_freeze_calibration(r->kv), TKV_OK);
+    }
+}
+
 typedef struct options {
     float scale, softcap;
     int window, sinks, queries;
@@ -234,6 +249,34 @@ static void import_all(rig *r) {
         if (tkv_get_length(r->kv, s, TKV_ALL_LAYERS) > 0)
             CHECK_MSG(tkvcu_import_seq(r->cu, s, r->kv, s, NULL) == TKV_OK, "%s",
                       tkvcu_get_last_error(r->cu));
+}
+
+/* Attends to lone keys among others of several sizes, in all formats A and both head_dims. */
+static void check_lone_keys(int max_queries, int queries) {
+    static const struct {
+        float lone, rest;
+    } size[] = {{5.0f, 0.5f}, {5.0f, 1e-3f}, {5.0f, 0.0f}, {1e4f, 0.0f}, {0.1f, 0.0f}};
+    int f;
+    size_t i;
+    for (f = TKV_A40; f <= TKV_A15; f++)
+        for (i = 0; i < sizeof size / sizeof *size; i++) {
+            tkv_config cfg = config_of(f % 2 ? 64 : 128, 4, 2);
+            options o = {0.0f, 0.0f, 0, 0, queries, TKV_TYPE_F32, NULL, 0.0f};
+            char name[64];
+            rig r;
+            cfg.limits.max_seqs = 1;
+            cfg.tiers.warm.k = cfg.tiers.archive.k = (tkv_format)f;
+            if (!rig_open(&r, &cfg, max_queries)) return;
+            r.k_size = size[i].lone;
+            append_lone_keys(&r, size[i].rest);
+            import_all(&r);
+            o.scale = 0.25f / size[i].lone;
+            o.softcap = f % 3 ? 0.0f : 20.0f;
+            snprintf(name, sizeof name, "format %d, sizes %g and %g", f, (double)size[i].lone,
+                     (double)size[i].rest);
+            check_attend(&r, &o, name);
+            rig_close(&r);
+        }
 }
 
 /* Attends for a map with skipped rows (negative, or no such sequence). Skipped rows are not written, and the flag for

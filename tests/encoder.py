@@ -119,11 +119,12 @@ class Tiles:
 
 
 class Share:
-    """What a table says of a head. K: widths of tiles, order, mean by position; V: half bits; both: top."""
+    """What a table says of a head. K: widths of tiles; order, mean, importance by position; whether V is inside it.
+    V: half bits. Both: top."""
 
-    def __init__(self, top=8, widths=(), order=None, mean=None, half_bits=0):
+    def __init__(self, top=8, widths=(), order=None, mean=None, half_bits=0, importance=None, viewed=False):
         self.top, self.widths, self.half_bits = top, widths, half_bits
-        self.order, self.mean = order, mean
+        self.order, self.mean, self.importance, self.viewed = order, mean, importance, viewed
 
 
 class Side:
@@ -140,7 +141,8 @@ class Side:
             self.share = share or equal_share(which, quarters, dim)
             if which == K:
                 self.tiles = Tiles(K, self.share.widths)
-                self.meta_bytes = 2 * self.pad
+                self.has_outlier = not self.share.viewed
+                self.meta_bytes = (2 + self.has_outlier) * self.pad
             else:
                 self.tiles = Tiles(V, rotated_widths(self.pad, self.share.half_bits))
                 self.meta_bytes = TOKENS
@@ -298,7 +300,7 @@ def equal_share(which, quarters, dim):
         return Share(half_bits=quarters // 2)
     pad = round_up(dim, 16)
     tiles = round_up(dim, 4) // 4
-    budget = max(0, (quarters * dim - pad) // 16)
+    budget = max(0, (2 * quarters * dim - 3 * pad) // 32)
     score = [min(4, dim - 4 * i) for i in range(tiles)]
     steps = sorted((-score[i] - GAINS[b], b, i) for i in range(tiles) for b in range(6))[:budget]
     widths = [sum(i == tile for _, _, i in steps) for tile in range(tiles)]
@@ -370,15 +372,73 @@ def a_widths(side):
     return widths
 
 
+def a_residuals(side, x):
+    """[token][position], cut."""
+    share = side.share
+    order = np.arange(side.pad) if share.order is None else share.order
+    out = np.zeros((len(x), side.pad), F)
+    with np.errstate(over="ignore"):
+        for p in np.flatnonzero(order < side.dim):
+            out[:, p] = x[:, order[p]] - (F(0) if share.mean is None else F(share.mean[p]))
+    return np.clip(out, F(-1e30), F(1e30))
+
+
+def log8(x):
+    """8 log2 of a float, rounded."""
+    bits = int(F(x).view(np.uint32))
+    borders = [round(2**23 * (2 ** ((2 * i + 1) / 16) - 1)) for i in range(8)]
+    return 8 * ((bits >> 23) - 127) + sum(bits & 0x7FFFFF >= b for b in borders)
+
+
+def find_outlier(side, residuals):
+    """The token that deviates most, or 64."""
+    n, importance = len(residuals), side.share.importance
+    if n < 2:
+        return TOKENS
+    scores = np.zeros(n, np.int64)
+    for p in range(side.pad):
+        rated = 255 if importance is None else int(importance[p])
+        low, high = residuals[:, p].min(), residuals[:, p].max()
+        step = (high - low) * F(1 / 4096)
+        if not step > F(1e-36) or rated == 0:
+            continue
+        u = np.minimum(((residuals[:, p] - low) * (F(1) / step)).astype(np.int64), 4095)
+        total = int(u.sum())
+        spread = (n - 1) * (n * int((u * u).sum()) - total**2)
+        rest = spread - max(total, 4095 * n - total) ** 2 + spread // 1024
+        octaves, sixteenths = divmod(80 + rated - 255 + log8(n - 1) - log8(rest), 16)
+        unit = F(np.ldexp(LOG_MANTISSA[sixteenths] / 1024, octaves))
+        scores += np.minimum((np.abs(n * u - total).astype(F) * unit).astype(np.int64), 1023) ** 2
+    return int(np.argmax(scores)) if scores.any() else TOKENS
+
+
+def outlier_row(side, residuals, slot):
+    """Its bytes. A side without an outlier has a row of zeros."""
+    row = residuals[slot] if slot < TOKENS else np.zeros(side.pad, F)
+    log = log_code(np.abs(row).max() * F(1 / 61), side.share.top)
+    step = log_value(log, side.share.top)
+    with np.errstate(over="ignore"):
+        twice = (row + row) * (F(1) / step) if step > 0 else np.zeros(side.pad, F)
+    codes = (np.minimum(np.abs(twice), F(126)).astype(np.int64) + 1) // 2
+    codes = np.where(twice < 0, -codes, codes)
+    head = [(slot | log << 7) >> p & 1 for p in range(15)] + [0] * (side.pad - 15)
+    return ((codes & 127) << 1 | head).astype(np.uint8)
+
+
 def encode_a(side, x, out):
     codes = np.zeros((TOKENS, side.tiles.lanes), np.int64)
     meta = out[side.code_bytes : side.code_bytes + 2 * side.pad].reshape(2, side.pad)
-    share, widths = side.share, a_widths(side)
+    share, widths, residuals = side.share, a_widths(side), a_residuals(side, x)
+    if side.has_outlier:
+        slot = find_outlier(side, residuals)
+        out[side.code_bytes + 2 * side.pad :][: side.pad] = outlier_row(side, residuals, slot)
+        if slot < TOKENS:
+            residuals[slot] = residuals[slot - 1 if slot else 1]
     for p in range(side.pad):
         channel = p if share.order is None else share.order[p]
         if channel >= side.dim:
             continue
-        residual = x[:, channel] - (F(0) if share.mean is None else F(share.mean[p]))
+        residual = residuals[:, p]
         column, meta[0, p], meta[1, p] = a_column(residual, int(widths[p]), share.top)
         if widths[p]:
             codes[: len(x), p] = column
@@ -403,6 +463,15 @@ def decode_a(side, data):
         scale = log_value(meta[0, p], share.top)
         zero = F(D(scale) * (int(meta[1, p].view(np.int8)) / A_UNIT[w] - (2**w - 1) / 2)) + mean
         out[:, channel] = scale * codes[:, p].astype(F) + zero
+    if side.has_outlier:
+        row = data[side.code_bytes + 2 * side.pad :][: side.pad]
+        head = sum(int(row[p] & 1) << p for p in range(15))
+        step = log_value(head >> 7, share.top)
+        for p in range(side.pad if head & 127 < TOKENS else 0):
+            channel = p if share.order is None else share.order[p]
+            if channel < side.dim:
+                mean = F(0) if share.mean is None else F(share.mean[p])
+                out[head & 127, channel] = F(D(step) * (int(row[p]) // 2 - 128 * (row[p] > 127))) + mean
     return out
 
 

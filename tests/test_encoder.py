@@ -29,8 +29,8 @@ from encoder import FORMATS, K, SHARED, TOKENS, V, Share, Side, decode, encode, 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # Reads cases of little-endian words from stdin: format, side, head_dim, group, tokens, stride, whether there
-# is a share, and if so its tiles of widths 1..8, half bits, top + 1000, order and mean at each position; the
-# floats.
+# is a share, and if so its tiles of widths 1..8, half bits, top + 1000, whether V is inside K, and order,
+# mean and importance at each position; the floats.
 # Writes per case: size and two statuses, the block, the decoded floats. With a share the block comes from the
 # best kernels here, and the first status says whether the scalar ones agree.
 PROGRAM = r"""
@@ -58,6 +58,7 @@ static float x[64 * 512], y[64 * 256];
 static int get_share(tkvi_share *s, int pad) {
     static uint8_t order[TKV_MAX_HEAD_DIM];
     static float mean[TKV_MAX_HEAD_DIM];
+    static uint8_t importance[TKV_MAX_HEAD_DIM];
     uint32_t u;
     int i;
     memset(s, 0, sizeof *s);
@@ -69,6 +70,8 @@ static int get_share(tkvi_share *s, int pad) {
     s->half_bits = (int)u;
     if (!get(&u)) return 0;
     s->top = (int)u - 1000;
+    if (!get(&u)) return 0;
+    s->is_viewed = (int)u;
     for (i = 0; i < pad; i++) {
         if (!get(&u)) return 0;
         order[i] = (uint8_t)u;
@@ -77,8 +80,13 @@ static int get_share(tkvi_share *s, int pad) {
         if (!get(&u)) return 0;
         mean[i] = tkvi_from_bits(u);
     }
+    for (i = 0; i < pad; i++) {
+        if (!get(&u)) return 0;
+        importance[i] = (uint8_t)u;
+    }
     s->order = order;
     s->mean = mean;
+    s->importance = importance;
     return 1;
 }
 
@@ -206,7 +214,7 @@ KINDS = {
 
 
 def make_share(r, which, dim, x):
-    """Anything that a table may say: widths, an order with what is no channel last, means, a window for x."""
+    """Anything that a table may say: widths, an order with what is no channel last, means, importance, a window for x."""
     pad = round_up(dim, 16)
     tiles = r.integers(0, pad // 4 + 1) if r.random() < 0.3 else pad // 4
     widths = r.integers(int(r.integers(0, 2)), int(r.integers(2, 8)), tiles)
@@ -217,8 +225,10 @@ def make_share(r, which, dim, x):
     mean[dim:] = 0
     largest = float(np.abs(x).max())
     top = int(np.frexp(largest)[1] + r.integers(-3, 6)) if r.random() < 0.8 else int(r.integers(-96, 97))
+    importance = -np.sort(-r.integers(1, 256, pad))
+    importance[dim:] = 0
     return Share(max(-96, min(96, top)), sorted(int(w) for w in widths if w), order, mean,
-                 int(r.choice([2, 3, 4, 6, 8])))
+                 int(r.choice([2, 3, 4, 6, 8])), importance, bool(r.random() < 0.2))
 
 
 def make_case(seed, name, which, dim, group, n, kind, share=False):
@@ -263,9 +273,10 @@ def words(case, padded, share):
     number = (SHARED if name in SHARED else FORMATS)[name][0]
     out = struct.pack("<7I", number, which, dim, group, n, padded.shape[1], share is not None)
     if share:
-        out += struct.pack("<10I", *(share.widths.count(w) for w in range(1, 9)), share.half_bits,
-                           share.top + 1000)
+        out += struct.pack("<11I", *(share.widths.count(w) for w in range(1, 9)), share.half_bits,
+                           share.top + 1000, share.viewed)
         out += share.order.astype("<u4").tobytes() + share.mean.astype("<f4").tobytes()
+        out += share.importance.astype("<u4").tobytes()
     return out + padded.astype("<f4").tobytes()
 
 

@@ -566,11 +566,16 @@ TEST(read_fails) {
 TEST(bytes_are_checked) {
     tkv_config cfg = small_config();
     test_store store;
-    tkv_cache *kv = make_offloaded_cache(&cfg, &store);
-    stored_key *key = &store.key[find_key(kv, &store, 0, 2 * BLOCK)],
-               *other = &store.key[find_key(kv, &store, 0, 3 * BLOCK)];
-    uint8_t *saved = (uint8_t *)malloc(store.key_bytes);
+    tkv_cache *kv;
+    stored_key *key, *other;
+    uint8_t *saved;
     int i, k;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4; /* heads of equal size, to be swapped */
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
+    kv = make_offloaded_cache(&cfg, &store);
+    key = &store.key[find_key(kv, &store, 0, 2 * BLOCK)];
+    other = &store.key[find_key(kv, &store, 0, 3 * BLOCK)];
+    saved = (uint8_t *)malloc(store.key_bytes);
     if (!saved) exit(2);
     CHECK_EQ(tkv_attend(kv, 0, 0, q_in, 1, out_a), TKV_OK);
     CHECK_EQ(key->n_parts, KV_HEADS);

@@ -510,8 +510,8 @@ TEST(heads_share_the_whole_budget) {
             spent[MAX_HEADS];
         int h, sum = 0, total, all_full = 1, has_tie;
         draw_heads(&r, &s, n, dim, unit, 0);
-        tkvi_share_k(s.head, n, q, dim, s.pad, unit, budget);
-        total = n * tkvi_head_budget(q, dim, s.pad);
+        tkvi_share_k(s.head, n, q, dim, s.pad, round % 2, unit, budget);
+        total = n * tkvi_head_budget(q, dim, s.pad, round % 2);
         has_tie = share_greedily(&s, total, s.pad, bits, spent);
         n_compared += !has_tie;
         for (h = 0; h < n; h++) {
@@ -547,7 +547,7 @@ TEST(equal_heads_share_equally) {
         draw_heads(&r, &s, n, dim, unit, 1);
         if (round % 3 == 0) memset(s.importance, 255, sizeof s.importance); /* equal channels, too */
         for (f = TKV_A40; f <= TKV_A15; f++) {
-            tkvi_share_k(s.head, n, tkvi_formats[f].bits, dim, s.pad, unit, budget);
+            tkvi_share_k(s.head, n, tkvi_formats[f].bits, dim, s.pad, 1, unit, budget);
             low = high = budget[0];
             for (h = 1; h < n; h++) {
                 low = budget[h] < low ? budget[h] : low;
@@ -699,6 +699,86 @@ TEST(decoded_values_are_unbiased) {
 }
 
 /* Block sizes match the bits in the names of the formats. All head_dim give blocks of whole 64 bytes. */
+/* Slot of the outlier that a block of A has. */
+static int slot_of_outlier(const tkvi_side *s) { return tkvi_outlier_of(s, bytes).slot; }
+
+/* Moves token t away from the others: to `by` standard deviations, in all channels. */
+static void deviate(tkv_rng *r, int dim, int t, double by) {
+    int c;
+    for (c = 0; c < dim; c++) in[t * dim + c] = (float)(tkv_rng_below(r, 2) ? by : -by);
+}
+
+/* A token that is far from the others is found wherever it is, and its values have an error of half a step of 61st
+ * parts of the largest one. The others lose nothing by it. */
+TEST(an_outlier_keeps_its_values) {
+    static const int sizes[] = {16, 48, 64, 80, 128, 5};
+    tkv_rng r = tkv_rng_seed(91);
+    share_tables o;
+    int i, c, t, round;
+    for (i = 0; i < COUNT(sizes); i++)
+        for (round = 0; round < 40; round++) {
+            const int dim = sizes[i], n = round % 3 ? BLOCK : 2 + tkv_rng_below(&r, BLOCK - 1);
+            const int at = tkv_rng_below(&r, n);
+            const tkvi_side s = make_k_side(&o, &r, dim, 2, round % 2 ? 600.0f : 0.0f, 16.0f);
+            double most = 0.0, with = 0.0, without = 0.0;
+            fill_input(GAUSSIAN, &r, n, dim, in);
+            encode_and_decode(&s, n);
+            for (t = 0; t < n; t++)
+                for (c = 0; c < dim && t != at; c++)
+                    without += pow((double)in[t * dim + c] - (double)out[t * dim + c], 2);
+            if (n < 16) continue; /* so few have no usual distance */
+            deviate(&r, dim, at, 8.0);
+            encode_and_decode(&s, n);
+            CHECK_EQ(slot_of_outlier(&s), at);
+            for (c = 0; c < dim; c++) {
+                const double x = fabs((double)in[at * dim + c] - (double)o.mean[0]);
+                most = x > most ? x : most;
+            }
+            for (c = 0; c < dim; c++)
+                CHECK_LE(fabs((double)in[at * dim + c] - (double)out[at * dim + c]),
+                         0.53 * most / 61.0 + 1e-4);
+            for (t = 0; t < n; t++)
+                for (c = 0; c < dim && t != at; c++)
+                    with += pow((double)in[t * dim + c] - (double)out[t * dim + c], 2);
+            if (dim >= 16 && round % 2 == 0) CHECK_LE(with, 1.35 * without);
+        }
+}
+
+/* None in blocks whose tokens are equal, or that have one; the first of two equal ones; none where V is inside K. A
+ * channel of no importance does not count. */
+TEST(which_token_is_the_outlier) {
+    uint8_t importance[64];
+    tkv_rng r = tkv_rng_seed(92);
+    share_tables o;
+    tkvi_side s = make_k_side(&o, &r, 64, 3, 0.0f, 16.0f);
+    int i, p;
+    for (i = 0; i < BLOCK * 64; i++) in[i] = (float)(i % 64);
+    encode_and_decode(&s, BLOCK);
+    CHECK_EQ(slot_of_outlier(&s), TKVI_NO_OUTLIER);
+    fill_input(GAUSSIAN, &r, BLOCK, 64, in);
+    encode_and_decode(&s, 1);
+    CHECK_EQ(slot_of_outlier(&s), TKVI_NO_OUTLIER);
+    deviate(&r, 64, 17, 8.0);
+    memcpy(in + 41 * 64, in + 17 * 64, 64 * sizeof *in);
+    encode_and_decode(&s, BLOCK);
+    CHECK_EQ(slot_of_outlier(&s), 17);
+    for (i = 0; i < 64; i++) { /* from here on token 41 deviates in even channels, token 17 in odd ones */
+        in[(i % 2 ? 41 : 17) * 64 + i] = 0.0f;
+        in[17 * 64 + i] *= 2.0f;
+    }
+    for (i = 0; i < 4; i++) {
+        for (p = 0; p < 64; p++) importance[p] = o.order[p] % 2 == i % 2 ? 255 : i < 2 ? 100 : 0;
+        s.importance = importance;
+        encode_and_decode(&s, BLOCK);
+        CHECK_EQ(slot_of_outlier(&s), i % 2 ? 17 : 41);
+    }
+    o.share.is_viewed = 1;
+    tkvi_side_init(&s, &tkvi_formats[TKV_A30], TKV_K, 64, 64, BLOCK, &o.share);
+    CHECK_EQ(s.meta_bytes, 128);
+    encode_and_decode(&s, BLOCK);
+    CHECK_EQ(slot_of_outlier(&s), TKVI_NO_OUTLIER);
+}
+
 TEST(sizes_match_format_names) {
     static const int heads[] = {64, 128, 256};
     int f, i, dim;
@@ -1064,7 +1144,7 @@ static double measure_gap(int unit, int fit, double eta, int first) {
     o.group_size = 32;
     o.fit = fit;
     o.squat_block = unit ? unit : 16;
-    tkvi_side_make(&s, &tkvi_formats[TKV_SQUAT2], TKV_K, SAMPLE_DIM, BLOCK, &o, 0, NULL);
+    tkvi_side_make(&s, &tkvi_formats[TKV_SQUAT2], TKV_K, SAMPLE_DIM, BLOCK, &o, 0, 0, NULL);
     for (t = first; t < SAMPLE; t++)
         for (c = 0; c < SAMPLE_DIM; c++) in[(t - first) * SAMPLE_DIM + c] = (float)sample_k[t][c];
     if (unit) {
@@ -1176,7 +1256,7 @@ TEST(squat_matches_its_definition) {
         o.group_size = plain.options.group_size;
         o.squat_block = k % 5 ? 16 : 64;
         levels = k % 2 ? 15 : 3;
-        tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, 0, NULL);
+        tkvi_side_make(&s, &tkvi_formats[k % 2 ? TKV_SQUAT4 : TKV_SQUAT2], TKV_K, dim, BLOCK, &o, 0, 0, NULL);
         fill_block(&r, k % 3, in, n, dim);
         tkvi_encode_side(&s, &tkvi_simd_ops_scalar, in, (size_t)dim, n, bytes);
         CHECK_EQ(tkv_encode_block(&plain, in, 0, n, other, sizeof other), TKV_OK);
@@ -1262,7 +1342,7 @@ TEST(golden) {
                     o.center_k = flags / 3;
                     o.squat_block = flags < 4 ? 16 : 64;
                     o.subspaces = 1 + flags;
-                    tkvi_side_make(&s, format, side ? TKV_V : TKV_K, sizes[i], BLOCK, &o, 0, NULL);
+                    tkvi_side_make(&s, format, side ? TKV_V : TKV_K, sizes[i], BLOCK, &o, 0, 0, NULL);
                     if (tkvi_formats[known[f].format].family->learn_queries) {
                         memset(packed, 0, sizeof packed);
                         for (q = 0; q < 20; q++) {
@@ -1301,6 +1381,8 @@ int main(int argc, char **argv) {
     RUN(equal_heads_share_equally);
     RUN(heads_share_value_bits_by_reach);
     RUN(decoded_values_are_unbiased);
+    RUN(an_outlier_keeps_its_values);
+    RUN(which_token_is_the_outlier);
     RUN(sizes_match_format_names);
     RUN(zeros_decode_to_zeros);
     RUN(flat_channels_of_keys);

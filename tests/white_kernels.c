@@ -200,6 +200,17 @@ static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, do
     }
 }
 
+/* Fills the row of the outlier: one of the n tokens, or none; any codes. */
+static void fill_outlier(tkv_rng *rng, const tkvi_side *s, uint8_t *row, int n, double scale) {
+    const int slot = tkv_rng_below(rng, 4) ? tkv_rng_below(rng, n) : TKVI_NO_OUTLIER;
+    const int head = slot | tkvi_log_code((float)(scale * (0.01 + 0.1 * tkv_rng_uniform(rng))), s->top) << 7;
+    int p;
+    for (p = 0; p < s->pad; p++) {
+        const int code = tkv_rng_below(rng, 2 * TKVI_OUTLIER_MOST + 1) - TKVI_OUTLIER_MOST;
+        row[p] = tkvi_outlier_byte(p < s->dim && slot != TKVI_NO_OUTLIER ? code : 0, head, p);
+    }
+}
+
 /* Fills a side with random codes, scales near `scale` and zero points of size `zero`. Tokens from n on have code 0, as
  * encoders write them. */
 static void fill_side(tkv_rng *rng, const tkvi_side *s, uint8_t *src, int n, double scale, double zero) {
@@ -218,6 +229,7 @@ static void fill_side(tkv_rng *rng, const tkvi_side *s, uint8_t *src, int n, dou
         }
     if (s->format->shared) {
         fill_shared_meta(rng, s, src + s->code_bytes, scale, zero);
+        if (s->has_outlier) fill_outlier(rng, s, src + s->code_bytes + 2 * s->pad, n, scale);
         return;
     }
     for (i = 0; i < count; i++) {
@@ -266,6 +278,16 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
             }
             if (i % 4 == 3) slab += channels;
         }
+    if (s->has_outlier) {
+        const uint8_t *row = src + s->code_bytes + 2 * s->pad;
+        const int head = tkvi_outlier_head(row), slot = head & 127;
+        for (j = 0; j < s->pad && slot != TKVI_NO_OUTLIER; j++) { /* its columns do not count */
+            const int channel = tkvi_channel(s, j), code = (row[j] >> 1) - (row[j] > 127 ? 128 : 0);
+            d->scale[slot][channel] = d->level[slot][channel] = d->centre[slot][channel] = 0.0;
+            d->zero[slot][channel] =
+                code * (double)tkvi_log_value(head >> 7, s->top) + (s->mean ? (double)s->mean[j] : 0.0);
+        }
+    }
 }
 
 /* >>number of cases */
@@ -817,7 +839,7 @@ static void init_row_side(tkv_rng *rng, const decode_case *c, tkv_side which, ra
     options.subspaces = 1 + tkv_rng_below(rng, 16);
     options.kvquant = 2 * tkv_rng_below(rng, 8);
     tkvi_side_make(&m->s, &tkvi_formats[formats[tkv_rng_below(rng, 10)]], which, c->dim, TKVI_BLOCK, &options,
-                   0, NULL);
+                   0, 0, NULL);
     m->s.start = (int32_t)tkv_rng_below(rng, 200000) - 100000;
     memset(&r, 0, sizeof r);
     r.dim = 2 * tkv_rng_below(rng, c->dim / 2 + 1);
@@ -1299,7 +1321,7 @@ TEST(accuracy) {
             tkvi_share share;
             double format_error, bound;
             memset(&share, 0, sizeof share);
-            if (kf->shared) tkvi_share_equally(kf->bits, GOAL_DIM, GOAL_DIM, &share.tiles);
+            if (kf->shared) tkvi_share_equally(kf->bits, GOAL_DIM, GOAL_DIM, 1, &share.tiles);
             share.top = 8;
             share.order = order;
             share.mean = mean;

@@ -210,7 +210,7 @@ static void check_table(const tkv_cache *kv, int layer, const char *what) {
         }
         CHECK_LE(at, c->bytes.total);
         if (kf->shared) {
-            k_budget = cfg->model.n_kv_heads * tkvi_head_budget(kf->bits, cfg->model.head_dim, pad);
+            k_budget = cfg->model.n_kv_heads * tkvi_head_budget(kf->bits, cfg->model.head_dim, pad, 1);
             /* rounding may leave less than a unit, and one bit of an odd budget */
             CHECK_MSG(k_bits <= k_budget && k_bits > k_budget - cfg->format.allocation_unit / 2 - 1,
                       "%s: %d tile bits of %d", what, k_bits, k_budget);
@@ -1375,6 +1375,8 @@ static void check_records_fit(const tkv_cache *kv, const char *what, long number
         const tkvi_layout *layout = &kv->tables.layout[c];
         size_t sum = 0;
         if (!layout->record) continue; /* of a version that was not used yet */
+        if (c < kv->tables.n_keys && tkvi_pair_allocates(layout->pair))
+            continue; /* its blocks wait for a table */
         for (head = 0; head < kv->tables.cfg.model.n_kv_heads; head++)
             sum += layout->record[head].k.bytes + layout->record[head].v.bytes;
         CHECK_MSG(sum <= layout->bytes.total, "%s %ld: records of %lu bytes in a block of %lu", what, number,

@@ -41,7 +41,7 @@ PLANS = [("default, archive A30/R30", "balanced", 0), ("default, warm A40/R40", 
 
 # Limits on sm_80 and sm_90: bytes spilled by any kernel, stack of the append kernels. On sm_90: warps per scheduler of
 # attention with 4 columns, and the share of issue slots. The share has no limit for the plans of SHARE_FREE.
-LIMITS = {"spill": 0, "stack": 0, "warps": 4, "share": 0.70}
+LIMITS = {"spill": 0, "stack": 0, "warps": 4, "share": 0.75}
 SHARE_FREE = {"A20/R15"}
 
 HOST = """

@@ -637,9 +637,9 @@ static void tkvi_place_v(tkvi_record *r, int v_in_k, int v_head_dim) {
 static void tkvi_record_init(tkvi_record *r, const tkv_config *cfg, tkvi_layout_key key, const tkvi_share *k,
                              const tkvi_share *v) {
     const tkv_format_options *o = &cfg->format;
-    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, k);
+    tkvi_side_make(&r->k, &tkvi_formats[key.pair.k], TKV_K, key.head_dim, key.tokens, o, 1, key.v_in_k, k);
     if (!key.v_in_k)
-        tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, v);
+        tkvi_side_make(&r->v, &tkvi_formats[key.pair.v], TKV_V, key.v_head_dim, key.tokens, o, 1, 0, v);
     r->at = 0;
     tkvi_place_v(r, key.v_in_k, key.v_head_dim);
 }
@@ -666,7 +666,8 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     total = heads * (int64_t)(r.k.bytes + r.v.bytes);
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
-        k = heads * 32 * tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad);
+        k = heads * 32 *
+            tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad, r.k.has_outlier);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -1249,7 +1250,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, !g->v_in_k, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);
@@ -1257,6 +1258,8 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
             share.top = heads[head].k_top;
             share.order = heads[head].order;
             share.mean = heads[head].mean;
+            share.importance = heads[head].importance;
+            share.is_viewed = g->v_in_k;
             tkvi_side_init(&c->record[head].k, k, TKV_K, g->head_dim, cfg->format.group_size, c->tokens,
                            &share);
         }

@@ -57,6 +57,8 @@ typedef struct tkvi_simd_ops {
     void (*interleave)(uint8_t (*column)[TKVI_BLOCK], const int16_t *channel, uint8_t *tile);
     /* Formats A: codes of 16 columns of K, then their metadata (formats/a.h). */
     void (*encode_k_columns)(struct tkvi_columns *c);
+    /* Formats A: adds to score[token][column] how far the tokens of 16 columns deviate (formats/a.h). */
+    void (*score_tokens)(struct tkvi_columns *c, const uint8_t *importance, int32_t (*score)[16]);
     void (*finalize_scales)(struct tkvi_columns *c, int top);
     /* Formats R: codes and scales of n tokens of V (formats/r.h). */
     void (*encode_v_tokens)(const struct tkvi_side *s, const float *x, size_t stride, int n,
@@ -181,11 +183,13 @@ typedef struct tkvi_format {
 
 /* The share of one head's side in its layer's table (learn/statistics.h). A side without one takes equal shares. */
 typedef struct tkvi_share {
-    tkvi_tile_counts tiles; /* K: by width */
-    int half_bits;          /* V: bits of a value, in half bits */
-    int top;                /* top of its log-scale window (core/log_scale.h) */
-    const uint8_t *order;   /* K: channel at each position (tkvi_order_at) */
-    const float *mean;      /* K: static mean at each position, [pad]; fp16 values */
+    tkvi_tile_counts tiles;    /* K: by width */
+    int half_bits;             /* V: bits of a value, in half bits */
+    int top;                   /* top of its log-scale window (core/log_scale.h) */
+    const uint8_t *order;      /* K: channel at each position (tkvi_order_at) */
+    const float *mean;         /* K: static mean at each position, [pad]; fp16 values */
+    const uint8_t *importance; /* K: see tkvi_head */
+    int is_viewed;             /* K: 1: V is inside it */
 } tkvi_share;
 
 struct tkvi_grid;
@@ -208,9 +212,11 @@ typedef struct tkvi_side {
     int8_t rotate, center;       /* formats/token.h */
     int8_t tabled;               /* 1: the family's state is in a cache; 0: a block alone */
     int8_t slots;                /* for outliers, per token */
+    int8_t has_outlier;          /* formats A: 1: the outlier token has a row of its own (formats/a.h) */
     int32_t start;               /* position of the first token of the block, for RoPE */
     const uint8_t *order;        /* K: channel at each position (tkvi_order_at); NULL: the given order */
     const float *mean;           /* K: see tkvi_share */
+    const uint8_t *importance;   /* K: see tkvi_head; NULL: all channels alike */
     const int8_t *levels;        /* V: 16 levels of -127..127, by code (widths up to 4); NULL: level = code */
     const tkv_format_options *options;    /* with defaults filled in; a format reads its own */
     const struct tkvi_grid *grid;         /* formats/token.h */
@@ -253,9 +259,10 @@ static void tkvi_put_token(const tkvi_side *s, const tkvi_simd_ops *ops, const f
     if (!tkvi_is_view(s)) s->format->side[s->which].put(s, ops, x, token, dst);
 }
 
-/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. */
+/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. is_viewed: see tkvi_share. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
-                           const tkv_format_options *options, int tabled, const tkvi_share *share) {
+                           const tkv_format_options *options, int tabled, int is_viewed,
+                           const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
     s->which = which;
@@ -266,6 +273,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->group = (int16_t)options->group_size;
     s->tabled = (int8_t)tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
+    s->has_outlier = (int8_t)(format->shared && which == TKV_K && !is_viewed);
     if (share) {
         s->has_share = 1;
         s->tiles = share->tiles;
@@ -273,6 +281,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
         s->top = (int16_t)share->top;
         s->order = share->order;
         s->mean = share->mean;
+        s->importance = share->importance;
     }
     format->side[which].layout(s);
     s->bytes = tkvi_align_up(s->code_bytes) + tkvi_align_up(s->meta_bytes);
@@ -282,7 +291,8 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
     static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
-    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share);
+    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->is_viewed,
+                   share);
 }
 
 /* Views are encoded with their K. */

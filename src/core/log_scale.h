@@ -45,6 +45,26 @@ TKVI_FN int tkvi_log_code(float s, int top) {
     return code < 1 ? 1 : code > 255 ? 255 : code;
 }
 
+/* >>logarithms in 1/8 octaves, powers in 1/16 octaves */
+#define TKVI_LOG8_NONE (-1200)
+TKVI_CONSTANT uint32_t tkvi_log8_border[8] = {371395,  1164243, 2028850, 2971711,
+                                              3999908, 5121164, 6343903, 7677309};
+
+/* Returns 8 log2(x), rounded, by comparing bits; TKVI_LOG8_NONE for 0, negative numbers and NaN. */
+TKVI_FN int tkvi_log8(float x) {
+    uint32_t bits = tkvi_bits(x);
+    int step = 0;
+    if (!(x > 0.0f)) return TKVI_LOG8_NONE;
+    while (step < 8 && (bits & 0x7fffffu) >= tkvi_log8_border[step]) step++;
+    return 8 * ((int)(bits >> 23) - 127) + step;
+}
+
+/* Returns 2^(k / 16) with 11 significant bits, for k from -2016 to 2015. */
+TKVI_FN float tkvi_power16(int k) {
+    return tkvi_from_bits((uint32_t)(k + 16 * 127) / 16u << 23 |
+                          ((uint32_t)tkvi_log_mantissa[(k + 16 * 127) % 16] - 1024u) << 13);
+}
+
 /* A top for the largest known scale `most`, with about two octaves of headroom. Without a scale above 0 the top
  * is TKVI_LOG_TOP_DEFAULT. */
 static int tkvi_log_top(float most) {

@@ -15,6 +15,7 @@
  *
  *     global --cp.async--> two slots of shared memory, for a K side and a V side
  *     K: q * scale of the channel -> 16-bit integer = two int8 limbs; S = codes * q     tokens x columns, bytes
+ *        A: the outlier's score is its row * q, and replaces that of its codes (formats/a.h)
  *     softmax of the key tile; the running maximum moves only if it grows by more than 4 (in log2)
  *     V: weight * scale of the token -> two limbs, through shared memory into the order of the second operand;
  *        O += codes * P                                                                 channels x columns, bytes
@@ -156,7 +157,10 @@ template <int D, int NT> struct tkvcu_attend_shared {
     tkvcu_f32x4 q_max[D / 4]; /* largest |q| of all columns, per channel */
     /* second operands of 16-bit products: high and low limbs of the queries */
     tkvcu_u32x2 q16[D / 16][NT][32];
+    /* A: second operands of products with the outlier's row: limbs of the queries (tkvcu_score_outlier) */
+    tkvcu_u32x4 q_row[D / 64][NT][32];
     float q16_ratio[4 * NT];      /* unit of q16 / unit of q */
+    float least_product;          /* lower bound of the largest product of q with a scale */
     float logit_scale[4 * NT];    /* product with q -> logit; with softcap: -> argument of tanh */
     float mean[4 * NT];           /* q * static means of keys */
     float k_log[256], v_log[256]; /* scales of A (K) and R (V) by their code byte */
@@ -281,9 +285,13 @@ TKVCU_DEVICE int tkvcu_find_slab_width(const tkvcu_side &s, int slab) {
     return w;
 }
 
-#define TKVCU_Q_MAX 32600.0f /* largest integer of q * scale */
-#define TKVCU_P_MAX 65000.0f /* largest integer of a weight * scale */
-#define TKVCU_TINY 1e-30f    /* avoids division by 0 */
+#define TKVCU_Q_MAX 32600.0f   /* largest integer of q * scale */
+#define TKVCU_ROW_MAX 16300.0f /* integer of the unit of q16, for products with the outlier's row */
+#define TKVCU_P_MAX 65000.0f   /* largest integer of a weight * scale */
+#define TKVCU_TINY 1e-30f      /* avoids division by 0 */
+/* A: no scale counts as less than this times the largest one. The score of the outlier, in the unit of the others, then
+ * stays below -TKVCU_LEAST_SUM. It is 2^-28, and the window of scales has 16 octaves. */
+#define TKVCU_LEAST_SCALE 3.7252903e-9f
 /* 1.5 * 2^23: adding it rounds a float to an integer, which is then in the low bits. */
 #define TKVCU_ROUNDING 12582912.0f
 
@@ -293,7 +301,7 @@ template <int D, int NT>
 TKVCU_DEVICE float tkvcu_scale_k_channels(const tkvcu_side &s, const uint8_t *slot,
                                           const tkvcu_attend_shared<D, NT> &b, tkvcu_f32x4 *out, int lane) {
     tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
-    float most = TKVCU_TINY, up;
+    float most = b.least_product, up;
     int i;
     if (D == 128 || lane < D / 4) {
         if (s.kind == TKVCU_KIVI) {
@@ -572,6 +580,41 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
     }
     TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[nt] += b.q16_ratio[4 * nt + me.t] * (sum[nt][0] + sum[nt][1]);
+}
+
+/* Replaces the score of A's outlier by the product of q and its row. Lanes t take 64 channels at a time, 16 bytes of
+ * the row each. Words 0 and 2 are rows g of the first operand, words 1 and 3 rows g + 8. */
+template <int D, int NT>
+TKVCU_DEVICE void tkvcu_score_outlier(float s[4][NT][2], const uint8_t *row, const float base[NT], float unit,
+                                      const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
+    const uint32_t head = __ballot_sync(0xffffffffu, row[me.lane] & 1);
+    const int token = (int)(head & 127u) - 2 * me.g; /* less the lane's first one */
+    const float half_step = b.k_log[head >> 7 & 255u] * (0.5f / TKVCU_ROW_MAX), per_unit = tkvcu_rcp(unit);
+    int32_t even[NT][4], odd[NT][4];
+    int k, nt, p, i;
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) TKVCU_UNROLL
+    for (i = 0; i < 4; i++) even[nt][i] = odd[nt][i] = 0;
+    TKVCU_UNROLL
+    for (k = 0; k < D / 64; k++) {
+        const tkvcu_u32x4 x = *(const tkvcu_u32x4 *)(const void *)(row + 64 * k + 16 * me.t);
+        const uint32_t a[4] = {x.x & 0xfefefefeu, x.y & 0xfefefefeu, x.z & 0xfefefefeu, x.w & 0xfefefefeu};
+        TKVCU_UNROLL
+        for (nt = 0; nt < NT; nt++) {
+            const tkvcu_u32x4 q = b.q_row[k][nt][me.lane];
+            const uint32_t b02[2] = {q.x, q.z}, b13[2] = {q.y, q.w};
+            tkvcu_mma_ss(even[nt], a, b02);
+            tkvcu_mma_ss(odd[nt], a, b13);
+        }
+    }
+    TKVCU_UNROLL
+    for (nt = 0; nt < NT; nt++) {
+        const int column = 4 * nt + me.t, sum = 256 * (even[nt][0] + odd[nt][2]) + even[nt][1] + odd[nt][3];
+        const float x = fmaf((float)sum, half_step * b.q16_ratio[column], b.mean[column] - base[nt]);
+        TKVCU_UNROLL
+        for (p = 0; p < 4; p++) TKVCU_UNROLL
+        for (i = 0; i < 2; i++) s[p][nt][i] = token == 16 * p + i ? x * per_unit : s[p][nt][i];
+    }
 }
 
 /* >>softmax. The weights of a key tile are relative to its own maximum. A factor converts them to the running
@@ -856,6 +899,7 @@ TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_sha
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
     tkvcu_multiply_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
+    if (side.kind == TKVCU_A) tkvcu_score_outlier<D, NT>(s, slot + 2 * D, base, unit, b, me);
     tkvcu_softmax_step(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
@@ -1095,6 +1139,26 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
             ((tkvcu_u32x2 *)(void *)b.q16)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
         else b.q16[slab][nt][lane] = to;
     }
+    for (i = tid; i < D / 64 * NT * 32 && side.kind == TKVCU_A; i += TKVCU_THREADS) {
+        const int lane = i % 32, nt = i / 32 % NT, first = i / 32 / NT * 64 + lane % 4 * 16,
+                  mine = 4 * nt + lane / 8;
+        const float unit = TKVCU_ROW_MAX * tkvi_from_bits((uint32_t)b.scratch[4 * NT + mine]);
+        const size_t at = k.column + mine < k.columns ? tkvcu_find_query(j, k, k.column + mine) : 0;
+        const tkvcu_f32x4 units = {{unit, unit, unit, unit}};
+        uint32_t word[4];
+        TKVCU_UNROLL
+        for (r = 0; r < 4; r++) {
+            tkvcu_f32x4 x;
+            tkvcu_u32x2 limbs;
+            TKVCU_UNROLL
+            for (c = 0; c < 4; c++)
+                x.x[c] = tkvcu_load_element(
+                    j.q, j.type, at + (size_t)(order ? order[first + 4 * r + c] : first + 4 * r + c));
+            limbs = tkvcu_split_q_limbs(x, units);
+            word[r] = lane / 4 % 2 ? limbs.y : limbs.x;
+        }
+        b.q_row[i / 32 / NT][nt][lane] = {word[0], word[1], word[2], word[3]};
+    }
     for (i = tid; i < 256; i += TKVCU_THREADS) {
         if (side.kind == TKVCU_A) b.k_log[i] = tkvcu_decode_log((uint32_t)i, side.top, b.mantissa);
         if (b.side[1].kind == TKVCU_R) b.v_log[i] = tkvcu_decode_log((uint32_t)i, b.side[1].top, b.mantissa);
@@ -1102,6 +1166,13 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
     for (i = tid; i < D / 4 && side.kind == TKVCU_A; i += TKVCU_THREADS)
         b.max_codes[i] = ((1u << tkvcu_find_slab_width(side, i / 4)) - 1u) * 0x01010101u;
     __syncthreads();
+    if (tid == 0) {
+        float least = TKVCU_TINY;
+        for (c = 0; c < 4 * NT && side.kind == TKVCU_A; c++)
+            if (b.logit_scale[c] == b.logit_scale[c])
+                least = fmaxf(least, 2.0f * b.q16_ratio[c] * b.k_log[255] * TKVCU_LEAST_SCALE);
+        b.least_product = least;
+    }
     for (i = tid; i < D / 4; i += TKVCU_THREADS) {
         tkvcu_f32x4 x = {{0.0f, 0.0f, 0.0f, 0.0f}};
         for (c = 0; c < 4 * NT; c++) TKVCU_UNROLL

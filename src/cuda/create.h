@@ -5,7 +5,7 @@
  * of import and export. Pieces of device memory begin at multiples of 256 bytes:
  *
  *     cache: flags | layers [n_layers] | lists [n_layers][n_seqs] | for each layer with blocks:
- *            versions [n_seqs][max_blocks] | sides | order, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
+ *            versions [n_seqs][max_blocks] | sides | order, importance, mean [TKVI_VERSIONS][n_kv_heads][head_dim] |
  *            regions [n_seqs][ring] blocks
  *     work:  partial results of attention (attend.h)
  */
@@ -27,7 +27,7 @@ struct tkvcu {
     tkvcu_layer *layer; /* device, [n_layers] */
     tkvcu_list *lists;  /* device, [n_layers][n_seqs] */
     uint32_t *flags;    /* device */
-    uint8_t *staging;   /* host copy of a layer's sides, order and mean */
+    uint8_t *staging;   /* host copy of a layer's sides and tables */
     tkvcu_attend_plan attend_plan;
     tkvcu_prefill_grid prefill[2];
     int n_seqs, max_tokens, max_queries;
@@ -176,8 +176,8 @@ static size_t tkvcu_n_sides(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * TKVCU_REGIONS * (size_t)cfg->model.n_kv_heads * 2;
 }
 
-static size_t tkvcu_n_table_entries(
-    const tkv_config *cfg) { /* Returns the entries of order, and of mean, in a layer. */
+/* Returns the entries of order, of importance and of mean in a layer. */
+static size_t tkvcu_n_table_entries(const tkv_config *cfg) {
     return (size_t)TKVI_VERSIONS * (size_t)cfg->model.n_kv_heads * (size_t)cfg->model.head_dim;
 }
 
@@ -204,6 +204,7 @@ static void tkvcu_place_layer(const tkvcu_derived_config *d, int layer, const tk
     v->version = (uint8_t *)tkvcu_reserve_piece(a, (size_t)d->n_seqs, (size_t)v->max_blocks);
     v->side = (const tkvcu_side *)tkvcu_reserve_piece(a, tkvcu_n_sides(cfg), sizeof *v->side);
     v->order = (const uint8_t *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), 1);
+    v->importance = (const uint8_t *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), 1);
     v->mean = (const float *)tkvcu_reserve_piece(a, tkvcu_n_table_entries(cfg), sizeof *v->mean);
     for (r = 0; r < TKVCU_REGIONS; r++) {
         const size_t block = d->shape.bytes[tkvcu_find_key(p, r)].total;
@@ -243,7 +244,7 @@ static tkv_status tkvcu_derive_config(const tkvcu_config *config, tkvcu_derived_
     d->layer = (tkvcu_layer *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers, sizeof *d->layer);
     d->lists = (tkvcu_list *)tkvcu_reserve_piece(a, (size_t)cfg->model.n_layers * (size_t)d->n_seqs,
                                                  sizeof *d->lists);
-    d->staging = tkvcu_n_sides(cfg) * sizeof(tkvcu_side) + tkvcu_n_table_entries(cfg) * (sizeof(float) + 1);
+    d->staging = tkvcu_n_sides(cfg) * sizeof(tkvcu_side) + tkvcu_n_table_entries(cfg) * (sizeof(float) + 2);
     for (i = 0; i < cfg->model.n_layers; i++) {
         tkvi_plan p;
         tkvi_tier_spec rule[TKV_MAX_LEVELS];
@@ -320,7 +321,7 @@ static int tkvcu_has_table(const tkv_cache *kv, int layer, int version) {
     return p->allocates && tkvcu_find_coding(kv, layer, region, version) != NULL;
 }
 
-/* Copies sides, order and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
+/* Copies sides, order, importance and mean of a layer to the device. Waits, because the next layer reuses `staging`. */
 static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) {
     const tkv_cache *kv = cu->host;
     const tkv_config *cfg = &kv->tables.cfg;
@@ -329,12 +330,12 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
                  n = tkvcu_n_table_entries(cfg);
     tkvcu_side *side = (tkvcu_side *)(void *)cu->staging;
     float *mean = (float *)(void *)(side + tkvcu_n_sides(cfg));
-    uint8_t *order = (uint8_t *)(mean + n);
+    uint8_t *order = (uint8_t *)(mean + n), *importance = order + n;
     tkvcu_layer info;
     size_t h, at = 0;
     tkv_status st;
     int version, r;
-    memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 1));
+    memset(cu->staging, 0, tkvcu_n_sides(cfg) * sizeof *side + n * (sizeof(float) + 2));
     for (version = 0; version < TKVI_VERSIONS; version++) {
         for (r = 0; r < TKVCU_REGIONS; r++) {
             const tkvi_layout *c = tkvcu_find_coding(kv, layer, r, version);
@@ -347,8 +348,10 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
         }
         for (h = 0; h < heads && tkvcu_has_table(kv, layer, version); h++) {
             const tkvi_head *head = &tkvi_heads_of(&kv->tables, layer, version)[h];
-            memcpy(order + ((size_t)version * heads + h) * pad, head->order, pad);
-            memcpy(mean + ((size_t)version * heads + h) * pad, head->mean, pad * sizeof *mean);
+            const size_t to = ((size_t)version * heads + h) * pad;
+            memcpy(order + to, head->order, pad);
+            memcpy(importance + to, head->importance, pad);
+            memcpy(mean + to, head->mean, pad * sizeof *mean);
         }
     }
     tkvcu_widen_attend_plan(&cu->attend_plan, side, tkvcu_n_sides(cfg), cfg->model.head_dim);
@@ -363,6 +366,9 @@ static tkv_status tkvcu_upload_layer(tkvcu *cu, int layer, cudaStream_t stream) 
     if (!st)
         st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync((void *)(uintptr_t)v->order, order, n, cudaMemcpyHostToDevice, stream));
+    if (!st)
+        st = tkvcu_check_cuda(cu, cudaMemcpyAsync((void *)(uintptr_t)v->importance, importance, n,
+                                                  cudaMemcpyHostToDevice, stream));
     if (!st)
         st = tkvcu_check_cuda(
             cu, cudaMemcpyAsync(&cu->layer[layer], &info, sizeof info, cudaMemcpyHostToDevice, stream));
@@ -382,7 +388,7 @@ static int tkvcu_make_equal_tables(tkv_cache *kv) {
             tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, 0)[head];
             h->k_top = h->v_top = TKVI_LOG_TOP_DEFAULT;
             for (c = 0; c < cfg->model.head_dim; c++) {
-                to.importance[c] = 1;
+                to.importance[c] = 255;
                 tkvi_set_order(to.order, cfg->model.head_dim, c, c);
             }
         }

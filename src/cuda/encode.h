@@ -41,6 +41,9 @@ template <int Dim> struct tkvcu_transcoder {
     tkvi_format format[2];
     tkvi_side side[2]; /* source, target */
     float scale[Dim], zero[Dim];
+    uint8_t row[Dim];                  /* A: the outlier's row of the source side */
+    int32_t deviation[TKVI_BLOCK];     /* A: of each token, summed over the channels */
+    int32_t largest;                   /* A: bits of the outlier's largest residual */
     alignas(16) uint8_t meta[4 * Dim]; /* of the target side */
     alignas(16) uint8_t code[Dim / 4][TKVI_TILE_CODES];
     union {
@@ -94,8 +97,10 @@ TKVCU_DEVICE void tkvcu_open_side(const tkvcu_view *v, const tkvcu_side *d, int 
     }
     if (d->kind == TKVCU_A) {
         for (w = 1; w <= 6; w++) s->tiles.n[w] = (uint16_t)(4 * d->slabs[w]);
+        s->has_outlier = 1;
         if (d->table >= 0) {
             s->order = v->order + d->table;
+            s->importance = v->importance + d->table;
             s->mean = v->mean + d->table;
         }
     }
@@ -166,6 +171,11 @@ template <int Threads> TKVCU_DEVICE void tkvcu_rotate(float *y, int part, int ba
     }
 }
 
+/* Returns the slot of the outlier and its scale (tkvi_outlier_head). All lanes of a warp call it. */
+TKVCU_DEVICE int tkvcu_load_outlier_head(const uint8_t *row, int lane) {
+    return (int)(__ballot_sync(0xffffffffu, row[lane] & 1) & 0x7fffu);
+}
+
 /* >>decoding */
 /* Decodes scale and zero number i of the side. */
 TKVCU_DEVICE void tkvcu_decode_meta(const tkvi_side *s, int kind, const uint8_t *meta, int n, int i,
@@ -209,16 +219,24 @@ TKVCU_DEVICE void tkvcu_decode_exact(tkvcu_transcoder<Dim> *d, int bf16, const u
     }
 }
 
+/* The source side is overwritten; only d->row remains of it. */
 template <int Dim> TKVCU_DEVICE void tkvcu_decode_k(tkvcu_transcoder<Dim> *d) {
     const tkvi_side *s = &d->side[0];
     const int position = tkvcu_thread_index() / TKVCU_CHANNEL_THREADS, width = tkvcu_find_width(s, position);
     const uint8_t *tile = d->code[position / 4];
     const float scale = d->scale[position], zero = d->zero[position];
-    float *x = d->x + tkvi_channel(s, position);
-    int t;
+    float *x = d->x + tkvi_channel(s, position), outlier = 0.0f;
+    int t, slot = TKVI_NO_OUTLIER;
+    if (s->has_outlier) {
+        const int head = tkvcu_load_outlier_head(d->row, tkvcu_thread_index() % 32);
+        slot = head & 127;
+        outlier = tkvi_outlier_value(d->row[position], 0.5f * tkvi_log_value(head >> 7, s->top),
+                                     s->mean ? s->mean[position] : 0.0f);
+    }
     TKVCU_UNROLL
     for (t = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS; t < TKVI_BLOCK; t += TKVCU_CHANNEL_THREADS)
-        x[t * tkvcu_transcoder<Dim>::STRIDE] = tkvi_k_value(s, width, tile, position, t, scale, zero);
+        x[t * tkvcu_transcoder<Dim>::STRIDE] =
+            t == slot ? outlier : tkvi_k_value(s, width, tile, position, t, scale, zero);
 }
 
 template <int Dim> TKVCU_DEVICE void tkvcu_decode_v(tkvcu_transcoder<Dim> *d) {
@@ -262,6 +280,7 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from,
         }
         for (i = me; i < n; i += all)
             tkvcu_decode_meta(s, from->kind, d->bytes + s->code_bytes, n, i, &d->scale[i], &d->zero[i]);
+        if (s->has_outlier && me < Dim) d->row[me] = d->bytes[(int)s->code_bytes + 2 * Dim + me];
         __syncthreads();
         if (s->which == TKV_V) tkvcu_decode_v<Dim>(d);
         else tkvcu_decode_k<Dim>(d);
@@ -271,6 +290,107 @@ TKVCU_DEVICE void tkvcu_decode(tkvcu_transcoder<Dim> *d, const tkvcu_side *from,
 
 /* >>encoding. d->x becomes codes and metadata of the target side. Each function follows the steps of
  * src/formats. */
+/* Cuts this thread's values of a column to integers (formats/a.h, step 1). `from` stands for the token `slot`. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_load_column(const float *x, float mean, int part, int slot, int from, tkvi_column *c,
+                                    int u[TKVCU_THREAD_VALUES]) {
+    float y[TKVCU_THREAD_VALUES], low = 1e30f, high = -1e30f, inverse;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
+        const int t = TKVCU_CHANNEL_THREADS * i + part;
+        y[i] = tkvi_a_residual(x[(t == slot ? from : t) * tkvcu_transcoder<Dim>::STRIDE], mean);
+        low = y[i] < low ? y[i] : low;
+        high = y[i] > high ? y[i] : high;
+    }
+    c->low = tkvcu_min_lanes<TKVCU_CHANNEL_THREADS>(low);
+    c->step = tkvi_a_step(c->low, tkvcu_max_lanes<TKVCU_CHANNEL_THREADS>(high), &inverse);
+    c->sum_u = c->sum_uu = 0;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
+        u[i] = tkvi_a_integer(y[i], c->low, inverse);
+        c->sum_u += u[i];
+        c->sum_uu += u[i] * u[i];
+    }
+    c->sum_u = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c->sum_u);
+    c->sum_uu = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c->sum_uu);
+}
+
+/* Gives N of 2 N sums to the lane By further, and adds its sums to the others. Returns the first that was kept. */
+template <int N, int By> TKVCU_DEVICE int tkvcu_share_sums(int sum[2 * N], int lane) {
+    const int upper = lane & By;
+    int i;
+    TKVCU_UNROLL
+    for (i = 0; i < N; i++) {
+        const int given = upper ? sum[i] : sum[i + N], kept = upper ? sum[i + N] : sum[i];
+        sum[i] = kept + __shfl_xor_sync(0xffffffffu, given, By);
+    }
+    return upper ? N : 0;
+}
+
+/* Adds the deviations of this warp's channels to d->deviation (step B). Lanes with the same part share tokens. */
+template <int Dim>
+TKVCU_DEVICE void tkvcu_add_deviations(tkvcu_transcoder<Dim> *d, const tkvi_column *c, float unit, int part,
+                                       const int u[TKVCU_THREAD_VALUES]) {
+    const int lane = tkvcu_thread_index() % 32;
+    int sum[TKVCU_THREAD_VALUES], i, first;
+    TKVCU_UNROLL
+    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
+        const int x = tkvi_deviation(TKVI_BLOCK, c->sum_u, u[i], unit);
+        sum[i] = x * x;
+    }
+    first = tkvcu_share_sums<8, 16>(sum, lane);
+    first += tkvcu_share_sums<4, 8>(sum, lane);
+    first += tkvcu_share_sums<2, 4>(sum, lane);
+    TKVCU_UNROLL
+    for (i = 0; i < 2; i++) /* sums of integers: their order does not matter */
+        atomicAdd(&d->deviation[TKVCU_CHANNEL_THREADS * (first + i) + part], sum[i]);
+}
+
+/* Returns the slot of the outlier (step B). All lanes of a warp call it. */
+TKVCU_DEVICE int tkvcu_find_outlier(const int32_t deviation[TKVI_BLOCK], int lane) {
+    const int first = deviation[lane], second = deviation[lane + 32];
+    const int most = (int)__reduce_max_sync(0xffffffffu, (unsigned)tkvi_max(first, second));
+    const int before_end = first == most    ? 63 - lane
+                           : second == most ? 31 - lane
+                                            : 0; /* slots to the last one */
+    const int slot = 63 - (int)__reduce_max_sync(0xffffffffu, (unsigned)before_end);
+    return most > 0 ? slot : TKVI_NO_OUTLIER;
+}
+
+/* Finds the outlier, and writes its row to d->meta (steps A to C). x: values of this thread's channel. Returns the
+ * slot. All threads call it. */
+template <int Dim>
+TKVCU_DEVICE int tkvcu_encode_outlier(tkvcu_transcoder<Dim> *d, const float *x, float mean, int position,
+                                      int part) {
+    const tkvi_side *s = &d->side[1];
+    const int lane = tkvcu_thread_index() % 32;
+    int u[TKVCU_THREAD_VALUES], slot, log;
+    float residual = 0.0f, step, most;
+    tkvi_column c;
+    if (tkvcu_thread_index() < TKVI_BLOCK) d->deviation[tkvcu_thread_index()] = 0;
+    if (tkvcu_thread_index() == 0) d->largest = 0;
+    __syncthreads();
+    tkvcu_load_column<Dim>(x, mean, part, TKVI_NO_OUTLIER, 0, &c, u);
+    tkvcu_add_deviations<Dim>(
+        d, &c,
+        tkvi_deviation_unit(TKVI_BLOCK, c.sum_u, c.sum_uu, s->importance ? s->importance[position] : 255),
+        part, u);
+    __syncthreads();
+    slot = tkvcu_find_outlier(d->deviation, lane);
+    if (slot != TKVI_NO_OUTLIER) residual = tkvi_a_residual(x[slot * tkvcu_transcoder<Dim>::STRIDE], mean);
+    most = tkvcu_warp_max(fabsf(residual));
+    if (lane == 0) atomicMax(&d->largest, (int)tkvi_bits(most)); /* not negative: ordered as integers */
+    __syncthreads();
+    log = tkvi_outlier_log(tkvi_from_bits((uint32_t)d->largest), s->top);
+    step = tkvi_log_value(log, s->top);
+    if (part == 0)
+        d->meta[2 * Dim + position] =
+            tkvi_outlier_byte(tkvi_outlier_code(residual, step > 0.0f ? tkvi_f32(1.0f / step) : 0.0f),
+                              slot | log << 7, position);
+    return slot;
+}
+
 template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
     enum { NEXT = TKVCU_CHANNEL_THREADS * tkvcu_transcoder<Dim>::STRIDE };
     const tkvi_side *s = &d->side[1];
@@ -278,29 +398,15 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
               part = tkvcu_thread_index() % TKVCU_CHANNEL_THREADS;
     const float mean = s->mean ? s->mean[position] : 0.0f;
     float *x = d->x + part * tkvcu_transcoder<Dim>::STRIDE + tkvi_channel(s, position);
-    float y[TKVCU_THREAD_VALUES], low = 1e30f, high = -1e30f, most = -1.0f, inverse, middle;
+    const float *column = d->x + tkvi_channel(s, position);
+    const int slot = tkvcu_encode_outlier<Dim>(d, column, mean, position, part);
+    float most = -1.0f, middle;
     int u[TKVCU_THREAD_VALUES], i, k, best = 0, beyond;
     uint8_t log, by;
     tkvi_column c;
     c.n = TKVI_BLOCK;
     c.width = tkvcu_find_width(s, position);
-    TKVCU_UNROLL
-    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
-        y[i] = tkvi_a_residual(x[i * NEXT], mean);
-        low = y[i] < low ? y[i] : low;
-        high = y[i] > high ? y[i] : high;
-    }
-    c.low = tkvcu_min_lanes<TKVCU_CHANNEL_THREADS>(low);
-    c.step = tkvi_a_step(c.low, tkvcu_max_lanes<TKVCU_CHANNEL_THREADS>(high), &inverse);
-    c.sum_u = c.sum_uu = 0;
-    TKVCU_UNROLL
-    for (i = 0; i < TKVCU_THREAD_VALUES; i++) {
-        u[i] = tkvi_a_integer(y[i], c.low, inverse);
-        c.sum_u += u[i];
-        c.sum_uu += u[i] * u[i];
-    }
-    c.sum_u = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_u);
-    c.sum_uu = tkvcu_sum_lanes<TKVCU_CHANNEL_THREADS>(c.sum_uu);
+    tkvcu_load_column<Dim>(column, mean, part, slot, tkvi_outlier_neighbour(slot), &c, u);
     c.sum_c = c.sum_cc = c.sum_cu = 0;
     TKVCU_ROLL
     for (k = 0; k < TKVI_A_CUTS; k++) {
@@ -334,6 +440,7 @@ template <int Dim> TKVCU_DEVICE void tkvcu_encode_a(tkvcu_transcoder<Dim> *d) {
     if (__any_sync(0xffffffffu, beyond)) {
         int offset, sum = 0;
         float scale = 0.0f;
+        __syncwarp(); /* other lanes have read the column */
         /* d->x stores u, because the rolled loop below cannot index registers */
         TKVCU_UNROLL
         for (i = 0; i < TKVCU_THREAD_VALUES; i++) x[i * NEXT] = (float)u[i];

@@ -30,7 +30,7 @@ typedef struct tkvcu_side { /* one head's K or V in one coding */
     int16_t top;         /* exponent that bounds the logarithmic scales */
     uint32_t at, bytes;  /* offset in the block; size with metadata */
     uint32_t code_bytes; /* codes; the metadata follows, as in src/formats */
-    int32_t table;       /* A: first element in order and mean; -1: natural order and means 0 */
+    int32_t table; /* A: first element in order, importance, mean; -1: natural order, all alike, means 0 */
 } tkvcu_side;
 
 typedef struct tkvcu_list {
@@ -45,7 +45,7 @@ typedef struct tkvcu_view {        /* a layer; kernels get it by value */
     int32_t ring[TKVCU_REGIONS];   /* block b is at place b % ring */
     uint8_t *version;              /* [n_seqs][max_blocks]: table version of each block */
     const tkvcu_side *side;        /* [TKVI_VERSIONS][TKVCU_REGIONS][n_kv_heads][2] */
-    const uint8_t *order;
+    const uint8_t *order, *importance;
     const float *mean;
     int32_t n_seqs, n_heads, n_kv_heads, head_dim, sinks, max_blocks;
 } tkvcu_view;

@@ -13,8 +13,8 @@
  * Each tile is in units of a power of two, so fp16 can represent the values of any cache. The unit of K belongs to
  * the key tile. The unit of V belongs to the sums, and grows with them. Each row of queries has its own unit. Terms
  * that are equal for all tokens of a key tile (zeros of KIVI, means of A) are not part of K's tile. They are
- * multiplied by q separately, so that only the difference from them is rounded. Values of R stay rotated; combine.h
- * rotates their sum back.
+ * multiplied by q separately, so that only the difference from them is rounded. A's outlier is a row of K's tile, and
+ * has zeros of its own for channels without codes. Values of R stay rotated; combine.h rotates their sum back.
  */
 #ifndef TKVCU_PREFILL_H
 #define TKVCU_PREFILL_H
@@ -66,13 +66,17 @@ template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thr
     uint16_t zero[2][128];   /* the same; K: in unit 1 */
     uint16_t zero_rest[D];   /* K: rounding error of zero */
     uint16_t code_offset[D]; /* K: added to a code before the scale */
+    uint16_t outlier[D];     /* A: the outlier's values in the unit of K's tile, less the means */
+    int outlier_slot;        /* of K's tile; TKVI_NO_OUTLIER: none */
     tkvcu_slab slab[2][D / 16];
     int coded; /* K: slabs that have codes */
     /* R with pairs: coordinates by code, plus 128; of the first and second channels */
     uint32_t pair_table[2][2];
     float q_unit[64 * MT];       /* by row: q was divided by it */
     float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
-    int query[64 * MT];          /* by row: position */
+    float outlier_zero
+        [64 * MT]; /* by row: q * (means, and the outlier's channels without codes), in the tile's unit */
+    int query[64 * MT]; /* by row: position */
     float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
@@ -172,6 +176,13 @@ TKVCU_DEVICE void tkvcu_expand_k(tkvcu_prefill_shared<D, MT> &s, int warp, int g
                 out.y = tkvcu_hmul2(tkvcu_add_f16x2(y, fine.y), scale.y);
                 *(tkvcu_u32x2 *)(void *)(to + 16 * p * (2 * D)) = out;
             }
+        }
+        if (s.outlier_slot == TKVI_NO_OUTLIER) continue;
+        __syncwarp();
+        if (g == 0) {
+            const int row = s.outlier_slot;
+            *(tkvcu_u32x2 *)(void *)(tile + row * (2 * D) + tkvcu_swizzle_row(row, 2 * n + t / 2) +
+                                     t % 2 * 8) = tkvcu_load_u32x2((const uint8_t *)(s.outlier + channel), 0);
         }
     }
 }
@@ -333,6 +344,21 @@ TKVCU_DEVICE tkvcu_side_scale tkvcu_load_side_scale(tkvcu_prefill_shared<D, MT> 
     return x;
 }
 
+/* Reads the outlier of K's side, in units of 1 / by. All lanes of a warp call it. */
+template <int D, int MT>
+TKVCU_DEVICE void tkvcu_load_outlier_row(tkvcu_prefill_shared<D, MT> &s, float by, int tid) {
+    const tkvcu_side &side = s.side[0];
+    const uint8_t *row = s.raw[0] + side.code_bytes + 2 * D;
+    int head = TKVI_NO_OUTLIER;
+    if (side.kind == TKVCU_A) {
+        head = tkvcu_load_outlier_head(row, tid % 32);
+        if (tid < D)
+            s.outlier[tid] = (uint16_t)tkvcu_pack_f16x2(
+                by * tkvi_outlier_value(row[tid], 0.5f * tkvi_log_value(head >> 7, side.top), 0.0f), 0.0f);
+    }
+    if (tid == 0) s.outlier_slot = head & 127;
+}
+
 /* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if
  * needed. All threads call it. */
 template <int D, int MT>
@@ -359,6 +385,7 @@ TKVCU_DEVICE int tkvcu_prepare_scales(tkvcu_prefill_shared<D, MT> &s, tkvcu_row_
     if (tkvcu_is_measured(s.side[0]))
         exponent[0] = tkvi_max(exponent[0],
                                -40); /* smaller units are not needed in fp16; zero * 2^40 must stay finite */
+    tkvcu_load_outlier_row(s, tkvcu_exp2i(-exponent[0]), tid);
     exponent[1] = tkvcu_find_exponent(s.side[1], most[1]);
     if (exponent[1] > u.top) {
         const float by = tkvcu_exp2i(u.top - exponent[1]);
@@ -399,11 +426,13 @@ TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int fir
 
 TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
-/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. */
+/* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. Odd columns of the second
+ * operand are the outlier. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
+TKVCU_DEVICE void tkvcu_multiply_zeros(tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
                                        float by, int lane) {
     const int coded = s.side[0].kind != TKVCU_EXACT, from = s.side[0].kind == TKVCU_KIVI ? 0 : s.coded;
+    const int odd = s.side[0].kind == TKVCU_A && lane / 4 % 2;
     float sum[MT][4];
     int c, mt, i;
     TKVCU_UNROLL
@@ -411,8 +440,10 @@ TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, flo
     TKVCU_ROLL
     for (c = from; coded && c < D / 16; c++) {
         const int at = 16 * c + 2 * (lane % 4);
-        const uint32_t b[2] = {tkvcu_load_f16x2(s.zero[0] + at), tkvcu_load_f16x2(s.zero[0] + at + 8)};
-        const uint32_t rest[2] = {tkvcu_load_f16x2(s.zero_rest + at), tkvcu_load_f16x2(s.zero_rest + at + 8)};
+        const uint16_t *zero = odd ? s.outlier : s.zero[0];
+        const uint32_t b[2] = {tkvcu_load_f16x2(zero + at), tkvcu_load_f16x2(zero + at + 8)};
+        const uint32_t rest[2] = {odd ? 0 : tkvcu_load_f16x2(s.zero_rest + at),
+                                  odd ? 0 : tkvcu_load_f16x2(s.zero_rest + at + 8)};
         uint32_t a[4];
         TKVCU_UNROLL
         for (mt = 0; mt < MT; mt++) {
@@ -423,8 +454,12 @@ TKVCU_DEVICE void tkvcu_multiply_zeros(const tkvcu_prefill_shared<D, MT> &s, flo
     }
     TKVCU_UNROLL
     for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
-    for (i = 0; i < 2; i++)
-        zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[first + 16 * mt + 8 * i + lane / 4]) * by;
+    for (i = 0; i < 2; i++) {
+        const int row = first + 16 * mt + 8 * i + lane / 4;
+        zeros[mt][i] = (sum[mt][2 * i] + s.mean_product[row]) * by;
+        if (lane % 4 == 0) s.outlier_zero[row] = fmaf(s.mean_product[row], by, sum[mt][2 * i + 1]);
+    }
+    __syncwarp();
 }
 
 /* Updates the running maxima of the rows. They move only if one grows by more than 4. */
@@ -457,7 +492,7 @@ TKVCU_DEVICE void tkvcu_update_row_max(tkvcu_row_partials<D, MT> &u, float most[
 
 /* Attends to the tokens in the tiles, for the rows of this warp. */
 template <int D, int MT>
-TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_shared<D, MT> &s,
+TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, tkvcu_prefill_shared<D, MT> &s,
                                      tkvcu_row_partials<D, MT> &u, const tkvcu_strip &strip, int exponent,
                                      int warp, int lane) {
     const tkvcu_prefill_task &task = s.task;
@@ -478,6 +513,14 @@ TKVCU_DEVICE void tkvcu_attend_strip(const tkvcu_job &j, const tkvcu_prefill_sha
         for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
         for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
         for (i = 0; i < 4; i++) x[mt][n][i] = zeros[mt][i / 2];
+        if (at <= s.outlier_slot && s.outlier_slot < at + TKVCU_STRIP) {
+            TKVCU_UNROLL
+            for (mt = 0; mt < MT; mt++) TKVCU_UNROLL
+            for (n = 0; n < TKVCU_STRIP / 8; n++) TKVCU_UNROLL
+            for (i = 0; i < 4; i++)
+                if (at + 8 * n + 2 * t + i % 2 == s.outlier_slot)
+                    x[mt][n][i] = s.outlier_zero[first + 16 * mt + 8 * (i / 2) + g];
+        }
         TKVCU_UNROLL_2
         for (c = 0; c < slabs; c++) {
             uint32_t a[MT][4], b[4];

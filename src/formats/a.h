@@ -12,6 +12,12 @@
  *   mean    static, per channel, in the layer's table, not in the block; absorbs large biases of keys (Qwen2)
  *   A channel without bits stores its block mean as fp16 in the same 16 bits.
  *
+ * One token of a block, the outlier, has a row of its own, with 7 bits for each channel. Some tokens in the middle of
+ * a text are attention sinks: guillemets, line breaks. They have most of a head's attention, their keys are far from
+ * those of other tokens, and the few bits of a column hardly hold them. Su et al. keep them exact (Outlier Tokens
+ * Tracing, arXiv 2505.10938) and find them by small keys. Here the outlier is the token that deviates most in
+ * channels that matter (steps A to C). Its columns code a neighbour in its place. Where V is inside K, no row exists.
+ *
  * Encoding a column cuts the residuals x - mean to 12 bits between their smallest and largest. All sums after that
  * are integers, so every machine gets the same result. The encoder tries several ranges, and takes the codes that
  * correlate best with the values. The scale then makes decoded values unbiased, cov(x^, x) = var(x). In channels
@@ -19,7 +25,17 @@
  * between this tier and the exact ones (bench/LOG.md). The offset restores the mean.
  *
  * Step by step. Numbers are floats unless a step names double, and each operation is rounded. n tokens,
- * top = 2^bits - 1:
+ * top = 2^bits - 1. First the outlier, in a block of at least two tokens:
+ *   A. u and its sums as in step 1, for each channel. S = (n - 1) (n sum(u^2) - sum(u)^2), in whole numbers;
+ *      most = the larger of sum(u) and 4095 n - sum(u); rest = S - most^2 + floor(S / 1024): the variance without the
+ *      token that is farthest off. unit = 2^(k / 16), k = 80 + importance - 255 + log8(n - 1) - log8(rest), where
+ *      importance is that of the table (255 without one) and log8 is 8 log2, rounded; 0 if S is 0
+ *   B. score of a token = sum over channels of min(1023, floor(|n u - sum(u)| unit))^2. The token with the highest
+ *      score is the outlier, the first of equals; none if all are 0
+ *   C. its residuals are x - mean, cut to +-1e30. step = the largest of their sizes / 61 as a log scale.
+ *      code = residual / step, rounded to nearest (floor(2 |residual| (1 / step)) + 1, halved), cut to +-63; 0 if step
+ *      is 0. In all that follows, the values of the token before it take its place; for token 0, those of token 1
+ * Then the columns:
  *   1. x - mean, cut to +-1e30; low and high are its ends; step = (high - low) / 4096, 0 if not above 1e-36;
  *      u = min(4095, floor((x - low) * (1 / step))), 0 without a step. A token is nearly low + step * (u + 1/2).
  *      The mean is m = low + step * ((2 sum(u) + n) / 2n), with the sum and the last product in double. A channel
@@ -41,7 +57,11 @@
  * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
  * (core/allocate.h).
  *
- * Bytes: | tiles, widest first | scale [pad] | offset [pad] |   a channel without bits: fp16 low byte | high byte
+ * Bytes: | tiles, widest first | scale [pad] | offset [pad] | outlier [pad] |
+ *          a channel without bits: fp16 low byte | high byte
+ *
+ *     outlier   byte p:  bits 1 .. 7 the code, two's complement; bit 0: bit p of  slot + 128 * log scale
+ *               slot: 0 .. 63, or 64 for none
  */
 #ifndef TKVI_FORMATS_A_H
 #define TKVI_FORMATS_A_H
@@ -73,11 +93,11 @@ TKVI_CONSTANT tkvi_a_range tkvi_a_ranges[TKVI_A_CUTS] = {
     TKVI_A_RANGE_(1536, 1200, 900, 600, 400, 300)};
 
 static void tkvi_a_layout(tkvi_side *s) {
-    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, &s->tiles);
+    if (!s->has_share) tkvi_share_equally(s->format->bits, s->dim, s->pad, s->has_outlier, &s->tiles);
     s->groups = 1;
     s->group = TKVI_BLOCK;
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
-    s->meta_bytes = (size_t)(2 * s->pad);
+    s->meta_bytes = (size_t)((2 + s->has_outlier) * s->pad);
 }
 
 /* One column between the steps. Sums are integers, so threads can share its tokens in any order. */
@@ -177,6 +197,144 @@ static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
     }
 }
 
+/* >>the outlier */
+#define TKVI_NO_OUTLIER TKVI_BLOCK /* its slot */
+#define TKVI_OUTLIER_MOST 63       /* the largest code */
+#define TKVI_DEVIATION_MOST 1023   /* squares of 512 channels then fit 30 bits */
+#define TKVI_DEVIATION_SIGMA 80    /* a deviation of sigma is 2^(80 / 16) */
+
+/* Step A: the unit of the deviations of a column. */
+TKVI_FN float tkvi_deviation_unit(int n, int sum_u, int sum_uu, int importance) {
+    const int64_t most = tkvi_max(sum_u, n * (TKVI_STEPS - 1) - sum_u);
+    const int64_t spread = (n - 1) * ((int64_t)n * sum_uu - (int64_t)sum_u * sum_u);
+    if (importance == 0 || spread <= 0) return 0.0f;
+    return tkvi_power16(TKVI_DEVIATION_SIGMA + importance - 255 + tkvi_log8((float)(n - 1)) -
+                        tkvi_log8((float)(spread - most * most + (spread >> 10))));
+}
+
+/* Step B: the deviation of a token from its column. */
+TKVI_FN int tkvi_deviation(int n, int sum_u, int u, float unit) {
+    const int d = n * u - sum_u;
+    return tkvi_min(TKVI_DEVIATION_MOST, (int)tkvi_f32((float)(d < 0 ? -d : d) * unit));
+}
+
+static void tkvi_score_tokens_scalar(tkvi_columns *c, const uint8_t *importance,
+                                     int32_t (*score)[TKVI_LANES]) {
+    int l, t;
+    for (l = 0; l < c->lanes; l++) {
+        float unit;
+        tkvi_a_integers(c, l);
+        unit = tkvi_deviation_unit(c->n, c->sum_u[l], c->sum_uu[l], importance[l]);
+        for (t = 0; t < c->n; t++) {
+            const int d = tkvi_deviation(c->n, c->sum_u[l], *tkvi_column_u(c, l, t), unit);
+            score[t][l] += d * d;
+        }
+    }
+}
+
+/* The slot whose values take the place of the outlier's. */
+TKVI_FN int tkvi_outlier_neighbour(int slot) { return slot > 0 ? slot - 1 : 1; }
+
+/* Step C: the byte of the scale, for residuals of at most this size. */
+TKVI_FN int tkvi_outlier_log(float most, int top) {
+    return tkvi_log_code(tkvi_f32(most * (1.0f / 61.0f)), top);
+}
+
+/* Step C: the code of a residual. inverse: 1 / step, or 0. */
+TKVI_FN int tkvi_outlier_code(float residual, float inverse) {
+    const float twice = tkvi_f32(tkvi_f32(residual + residual) * inverse);
+    const int size = (int)tkvi_clampf(twice < 0.0f ? -twice : twice, 0.0f, 2.0f * TKVI_OUTLIER_MOST);
+    return twice < 0.0f ? -((size + 1) / 2) : (size + 1) / 2;
+}
+
+/* Byte p of the row. head: slot and scale, as the bytes have them. */
+TKVI_FN uint8_t tkvi_outlier_byte(int code, int head, int p) {
+    return (uint8_t)(((unsigned)code & 127u) << 1 | (p < 15 ? (unsigned)head >> p & 1u : 0u));
+}
+
+/* Slot and scale: the lowest bits of 15 bytes. A product brings those of eight bytes together. */
+TKVI_FN int tkvi_outlier_head(const uint8_t *row) {
+    const uint64_t low = tkvi_load64(row) & 0x0101010101010101u,
+                   high = tkvi_load64(row + 8) & 0x0101010101010101u;
+    return (int)(low * 0x0102040810204080u >> 56 | high * 0x0102040810204080u >> 56 << 8);
+}
+
+/* The outlier of a side: slot, or TKVI_NO_OUTLIER; scale; codes (twice) by position. */
+typedef struct tkvi_outlier {
+    int slot;
+    float half_step;
+    const uint8_t *row;
+} tkvi_outlier;
+
+static tkvi_outlier tkvi_outlier_of(const tkvi_side *s, const uint8_t *src) {
+    tkvi_outlier o;
+    int head;
+    o.slot = TKVI_NO_OUTLIER;
+    o.half_step = 0.0f;
+    o.row = src + s->code_bytes + 2 * (size_t)s->pad;
+    if (!s->has_outlier) return o;
+    head = tkvi_outlier_head(o.row);
+    o.slot = head & 127;
+    o.half_step = 0.5f * tkvi_log_value(head >> 7, s->top);
+    return o;
+}
+
+/* The value at a position. The product is exact. */
+TKVI_FN float tkvi_outlier_value(int byte, float half_step, float mean) {
+    return tkvi_f32(tkvi_f32(half_step * (float)tkvi_signed_byte(byte & 254)) + mean);
+}
+
+/* Finds the outlier of n tokens. mean, importance: [pad] by channel. */
+static int tkvi_find_outlier(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
+                             int n, const float *mean, const uint8_t *importance) {
+    TKVI_ALIGNED int32_t score[TKVI_BLOCK][TKVI_LANES];
+    int first, t, l, most = 0, slot = TKVI_NO_OUTLIER;
+    tkvi_columns c;
+    memset(score, 0, sizeof score);
+    c.stride = stride;
+    c.n = n;
+    for (first = 0; first < s->pad && n > 1; first += TKVI_LANES) {
+        c.x = x + first;
+        c.lanes = tkvi_min(TKVI_LANES, s->dim - first);
+        c.mean = mean + first;
+        ops->score_tokens(&c, importance + first, score);
+    }
+    for (t = 0; t < n; t++) {
+        int sum = 0;
+        for (l = 0; l < TKVI_LANES; l++) sum += score[t][l];
+        if (sum > most) slot = t;
+        most = tkvi_max(most, sum);
+    }
+    return slot;
+}
+
+/* Writes the row of the outlier. x: its values, or NULL. channel, mean: of each position, and of each channel. */
+static void tkvi_put_outlier(const tkvi_side *s, const float *x, int slot, const int16_t *channel,
+                             const float *mean, uint8_t *row) {
+    float residual[TKV_MAX_HEAD_DIM], most = 0.0f, step, inverse;
+    int p, log, head;
+    for (p = 0; p < s->pad; p++) {
+        const int from = channel[p];
+        residual[p] = x && from < s->dim ? tkvi_a_residual(x[from], mean[from]) : 0.0f;
+        most = residual[p] > most ? residual[p] : -residual[p] > most ? -residual[p] : most;
+    }
+    log = tkvi_outlier_log(most, s->top);
+    step = tkvi_log_value(log, s->top);
+    inverse = step > 0.0f ? tkvi_f32(1.0f / step) : 0.0f;
+    head = slot | log << 7;
+    for (p = 0; p < s->pad; p++) row[p] = tkvi_outlier_byte(tkvi_outlier_code(residual[p], inverse), head, p);
+}
+
+/* Copies n tokens of 16 channels, with a neighbour in the place of the outlier. */
+static void tkvi_without_outlier(const float *x, size_t stride, int n, int lanes, int slot,
+                                 float (*to)[TKVI_LANES]) {
+    int t;
+    for (t = 0; t < n; t++)
+        memcpy(to[t], x + (size_t)(t == slot ? tkvi_outlier_neighbour(slot) : t) * stride,
+               (size_t)lanes * sizeof *x);
+}
+
+/* >>columns */
 /* Mean of the residuals. A product of two floats is exact in double, so fusing it into the sum changes nothing. */
 TKVI_FN double tkvi_a_mean(const tkvi_column *c) {
     float mean_u = tkvi_f32((float)(2 * c->sum_u + c->n) / (float)(2 * c->n));
@@ -269,12 +427,14 @@ TKVI_FN void tkvi_a_put(int width, int log, int by, float middle, uint8_t *scale
 static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                           uint8_t *dst) {
     TKVI_ALIGNED uint8_t column[TKV_MAX_HEAD_DIM][TKVI_BLOCK], tile[TKVI_TILE_CODES]; /* column: by channel */
+    TKVI_ALIGNED float others[TKVI_BLOCK][TKVI_LANES];
     int16_t channel[TKV_MAX_HEAD_DIM];
     uint8_t widths[TKV_MAX_HEAD_DIM], log[TKV_MAX_HEAD_DIM], by[TKV_MAX_HEAD_DIM];
+    uint8_t importance[TKV_MAX_HEAD_DIM];
     float mean[TKV_MAX_HEAD_DIM], middle[TKV_MAX_HEAD_DIM];
     uint8_t *scale = dst + s->code_bytes, *offset = scale + s->pad;
     uint8_t *at = dst;
-    int width, p, first, end, l;
+    int width, p, first, end, l, outlier = TKVI_NO_OUTLIER;
     tkvi_columns c;
     memset(dst, 0, s->bytes);
     for (width = TKVI_MAX_WIDTH, p = 0; width >= 0; width--)
@@ -283,12 +443,23 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
             channel[p] = (int16_t)from;
             widths[from] = (uint8_t)width;
             mean[from] = s->mean ? s->mean[p] : 0.0f;
+            importance[from] = s->importance ? s->importance[p] : 255;
         }
+    if (s->has_outlier) {
+        outlier = tkvi_find_outlier(s, ops, x, stride, n, mean, importance);
+        tkvi_put_outlier(s, outlier == TKVI_NO_OUTLIER ? NULL : x + (size_t)outlier * stride, outlier,
+                         channel, mean, offset + s->pad);
+    }
     c.stride = stride;
     c.n = n;
     for (first = 0; first < s->pad; first += TKVI_LANES) {
         c.x = x + first;
         c.lanes = tkvi_min(TKVI_LANES, s->dim - first);
+        if (outlier != TKVI_NO_OUTLIER && c.lanes > 0) {
+            tkvi_without_outlier(c.x, stride, n, c.lanes, outlier, others);
+            c.x = others[0];
+            c.stride = TKVI_LANES;
+        }
         c.mean = mean + first;
         c.width = widths + first;
         c.code = column + first;
@@ -333,6 +504,19 @@ static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_
     for (; p < s->pad; p++) {
         scale[p] = 0.0f;
         zero[p] = tkvi_f32(tkvi_f16_to_f32((uint16_t)(log[p] | offset[p] << 8)) + mean[p]);
+    }
+}
+
+static void tkvi_a_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
+                          float *x, size_t stride) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    int p;
+    tkvi_decode_tiles(s, ops, src, first, n, x, stride);
+    for (p = 0; p < s->pad && o.slot >= first && o.slot < first + n; p++) {
+        const int channel = tkvi_channel(s, p);
+        if (channel < s->dim)
+            x[(size_t)(o.slot - first) * stride + (size_t)channel] =
+                tkvi_outlier_value(o.row[p], o.half_step, s->mean ? s->mean[p] : 0.0f);
     }
 }
 

@@ -31,7 +31,7 @@
 #define TKVI_NO_SIDE_                                                                                        \
     { NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_decode_tiles, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_a_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
         TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
@@ -76,6 +76,7 @@ static const tkvi_simd_ops tkvi_simd_ops_scalar = {tkvi_f16_to_f32_scalar,
                                                    tkvi_pack_tile,
                                                    tkvi_interleave_scalar,
                                                    tkvi_encode_k_columns_scalar,
+                                                   tkvi_score_tokens_scalar,
                                                    tkvi_finalize_scales_scalar,
                                                    tkvi_encode_v_tokens_scalar,
                                                    tkvi_encode_groups_scalar,
@@ -215,7 +216,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     *options = c->options;
     tkvi_fill_options(options);
     if (c->side == TKV_K && c->rope.first && tkvi_formats[c->format].family->undoes_rope) return 0;
-    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, NULL);
+    tkvi_side_make(s, &tkvi_formats[c->format], c->side, c->head_dim, TKVI_BLOCK, options, 0, 0, NULL);
     s->start = c->position;
     return 1;
 }

@@ -259,6 +259,21 @@ static tkvi_side tkvi_part_of_k(const tkvi_side *s, int first, int most, const u
     return part;
 }
 
+/* Replaces the scores of the outlier, which its columns do not hold. */
+static void tkvi_outlier_k_scalar(const tkvi_side *s, const uint8_t *src, const float *q, const float *ref,
+                                  int rows, float *scores) {
+    const tkvi_outlier o = tkvi_outlier_of(s, src);
+    int r, c;
+    if (o.slot == TKVI_NO_OUTLIER) return;
+    for (r = 0; r < rows; r++) {
+        float sum = 0.0f;
+        for (c = 0; c < s->pad; c++)
+            sum += q[r * s->pad + c] *
+                   (tkvi_outlier_value(o.row[c], o.half_step, s->mean ? s->mean[c] : 0.0f) - ref[c]);
+        scores[r * TKVI_BLOCK + o.slot] = sum;
+    }
+}
+
 static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const uint8_t *next, const float *q,
                                 const float *ref, int rows, int n, int n_limbs, float *scores) {
     float scale[2 * TKV_MAX_HEAD_DIM], zero[2 * TKV_MAX_HEAD_DIM];
@@ -298,6 +313,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const 
                 }
             }
     }
+    tkvi_outlier_k_scalar(all, src, q, ref, rows, scores);
 }
 
 static void tkvi_tiles_v_scalar(const tkvi_side *s, const uint8_t *src, const uint8_t *next, const float *p,

@@ -29,19 +29,6 @@
 #define TKVI_LEARN_FEW 128 /* tables of fewer tokens (flush, freeze) move towards the uniform one */
 #define TKVI_FADE 2        /* after a table, statistics count 1 / 2^2 */
 
-/* >>logarithms of statistics, in 1/8 octaves */
-#define TKVI_LOG8_NONE (-1200)
-
-/* Returns 8 log2(x), rounded, by comparing bits; TKVI_LOG8_NONE for 0, negative numbers and NaN. */
-static int tkvi_log8(float x) {
-    static const uint32_t border[8] = {371395, 1164243, 2028850, 2971711, 3999908, 5121164, 6343903, 7677309};
-    uint32_t bits = tkvi_bits(x);
-    int step = 0;
-    if (!(x > 0.0f)) return TKVI_LOG8_NONE;
-    while (step < 8 && (bits & 0x7fffffu) >= border[step]) step++;
-    return 8 * ((int)(bits >> 23) - 127) + step;
-}
-
 /* >>statistics of one head, from its blocks */
 typedef struct tkvi_channel_sums {
     int64_t sum, within; /* of values; of squared distances from the block's mean. Unit: 2^down, its square */
