@@ -456,7 +456,8 @@ TKVCU_DEVICE float tkvcu_warp_max(float x) {
  *
  * A line is a channel of K or a token of V. There are 4 * head_dim threads, and each has 16 values of a line. Four
  * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V in
- * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
+ * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order. So
+ * are those that find the outlier of A, over all channels.
  *
  * nvcc fuses multiply and add where it can. Here that does not change results: the products are exact, or come from
  * an instruction that nvcc does not fuse. tests/test_cuda_build.py checks the compiled code.
@@ -798,13 +799,12 @@ TKVCU_DEVICE void tkvcu_add_deviations(tkvcu_transcoder<Dim> *d, const tkvi_colu
         atomicAdd(&d->deviation[TKVCU_CHANNEL_THREADS * (first + i) + part], sum[i]);
 }
 
-/* Returns the slot of the outlier (step B). All lanes of a warp call it. */
+/* Returns the slot of the outlier, or TKVI_NO_OUTLIER (step B). All lanes of a warp call it. */
 TKVCU_DEVICE int tkvcu_find_outlier(const int32_t deviation[TKVI_BLOCK], int lane) {
     const int first = deviation[lane], second = deviation[lane + 32];
     const int most = (int)__reduce_max_sync(0xffffffffu, (unsigned)tkvi_max(first, second));
-    const int before_end = first == most    ? 63 - lane
-                           : second == most ? 31 - lane
-                                            : 0; /* slots to the last one */
+    /* counted from the last slot, so that the maximum is the first one */
+    const int before_end = first == most ? 63 - lane : second == most ? 31 - lane : 0;
     const int slot = 63 - (int)__reduce_max_sync(0xffffffffu, (unsigned)before_end);
     return most > 0 ? slot : TKVI_NO_OUTLIER;
 }
@@ -3410,9 +3410,8 @@ template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thr
     uint32_t pair_table[2][2];
     float q_unit[64 * MT];       /* by row: q was divided by it */
     float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
-    float outlier_zero
-        [64 * MT]; /* by row: q * (means, and the outlier's channels without codes), in the tile's unit */
-    int query[64 * MT]; /* by row: position */
+    float outlier_zero[64 * MT]; /* by row: the outlier's term without codes, in the unit of K's tile */
+    int query[64 * MT];          /* by row: position */
     float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
@@ -3763,7 +3762,7 @@ TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int fir
 TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
 /* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. Odd columns of the second
- * operand are the outlier. */
+ * operand are the outlier, for channels without codes. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_multiply_zeros(tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
                                        float by, int lane) {

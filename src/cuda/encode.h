@@ -4,7 +4,8 @@
  *
  * A line is a channel of K or a token of V. There are 4 * head_dim threads, and each has 16 values of a line. Four
  * neighbour threads share a channel of K: each has every fourth token. head_dim / 16 neighbours share a token of V in
- * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order.
+ * the same way. Reductions over a line are sums of integers, minima and maxima, which do not depend on the order. So
+ * are those that find the outlier of A, over all channels.
  *
  * nvcc fuses multiply and add where it can. Here that does not change results: the products are exact, or come from
  * an instruction that nvcc does not fuse. tests/test_cuda_build.py checks the compiled code.
@@ -347,13 +348,12 @@ TKVCU_DEVICE void tkvcu_add_deviations(tkvcu_transcoder<Dim> *d, const tkvi_colu
         atomicAdd(&d->deviation[TKVCU_CHANNEL_THREADS * (first + i) + part], sum[i]);
 }
 
-/* Returns the slot of the outlier (step B). All lanes of a warp call it. */
+/* Returns the slot of the outlier, or TKVI_NO_OUTLIER (step B). All lanes of a warp call it. */
 TKVCU_DEVICE int tkvcu_find_outlier(const int32_t deviation[TKVI_BLOCK], int lane) {
     const int first = deviation[lane], second = deviation[lane + 32];
     const int most = (int)__reduce_max_sync(0xffffffffu, (unsigned)tkvi_max(first, second));
-    const int before_end = first == most    ? 63 - lane
-                           : second == most ? 31 - lane
-                                            : 0; /* slots to the last one */
+    /* counted from the last slot, so that the maximum is the first one */
+    const int before_end = first == most ? 63 - lane : second == most ? 31 - lane : 0;
     const int slot = 63 - (int)__reduce_max_sync(0xffffffffu, (unsigned)before_end);
     return most > 0 ? slot : TKVI_NO_OUTLIER;
 }

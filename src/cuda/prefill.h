@@ -74,9 +74,8 @@ template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thr
     uint32_t pair_table[2][2];
     float q_unit[64 * MT];       /* by row: q was divided by it */
     float mean_product[64 * MT]; /* by row: q * static means, in the same unit */
-    float outlier_zero
-        [64 * MT]; /* by row: q * (means, and the outlier's channels without codes), in the tile's unit */
-    int query[64 * MT]; /* by row: position */
+    float outlier_zero[64 * MT]; /* by row: the outlier's term without codes, in the unit of K's tile */
+    int query[64 * MT];          /* by row: position */
     float max_values[2][TKVCU_PREFILL_WARPS];
     int tail;
     tkvcu_side side[2];
@@ -427,7 +426,7 @@ TKVCU_DEVICE void tkvcu_load_q_operand(uint32_t a[4], const uint16_t *q, int fir
 TKVCU_DEVICE uint32_t tkvcu_load_f16x2(const uint16_t *p) { return *(const uint32_t *)(const void *)p; }
 
 /* Multiplies terms that are equal for all tokens of a key tile, in the unit of K's tile. Odd columns of the second
- * operand are the outlier. */
+ * operand are the outlier, for channels without codes. */
 template <int D, int MT>
 TKVCU_DEVICE void tkvcu_multiply_zeros(tkvcu_prefill_shared<D, MT> &s, float zeros[MT][2], int first,
                                        float by, int lane) {
