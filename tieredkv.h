@@ -3588,6 +3588,10 @@ static uint32_t tkvi_load32(const uint8_t *p) {
     return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
+TKVI_FN uint64_t tkvi_load64(const uint8_t *p) {
+    return (uint64_t)tkvi_load32(p) | (uint64_t)tkvi_load32(p + 4) << 32;
+}
+
 static void tkvi_store32(uint8_t *p, uint32_t x) {
     p[0] = (uint8_t)(x & 0xff);
     p[1] = (uint8_t)(x >> 8 & 0xff);
@@ -4086,10 +4090,6 @@ static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
 #define TKVI_XXH64_PRIME3 0x165667b19e3779f9u
 #define TKVI_XXH64_PRIME4 0x85ebca77c2b2ae63u
 #define TKVI_XXH64_PRIME5 0x27d4eb2f165667c5u
-
-static uint64_t tkvi_load64(const uint8_t *p) {
-    return (uint64_t)tkvi_load32(p) | (uint64_t)tkvi_load32(p + 4) << 32;
-}
 
 static void tkvi_store64(uint8_t *p, uint64_t x) {
     tkvi_store32(p, (uint32_t)x);
@@ -6767,9 +6767,9 @@ static tkvi_outlier tkvi_outlier_of(const tkvi_side *s, const uint8_t *src) {
     return o;
 }
 
-/* The value at a position. The product is exact. */
-TKVI_FN float tkvi_outlier_value(int byte, float half_step, float mean) {
-    return tkvi_f32(tkvi_f32(half_step * (float)tkvi_signed_byte(byte & 254)) + mean);
+/* The value at a position, from its byte of the row. The product is exact. */
+TKVI_FN float tkvi_outlier_value(int code, float half_step, float mean) {
+    return tkvi_f32(tkvi_f32(half_step * (float)tkvi_signed_byte(code & 254)) + mean);
 }
 
 /* Finds the outlier of n tokens. mean, importance: [pad] by channel. */

@@ -62,13 +62,21 @@ static inline double bench_median(double *x, int n) { /* sorts x */
     return n % 2 ? x[n / 2] : 0.5 * (x[n / 2 - 1] + x[n / 2]);
 }
 
-/* >>values: mean 0, standard deviation 1, as sums of four uniform numbers. A seed gives the same values
- * everywhere. */
-static inline float bench_gauss(uint64_t *state) {
-    uint64_t z = *state += 0x9e3779b97f4a7c15u; /* splitmix64 */
+/* >>values. A seed gives the same values everywhere. */
+static inline uint64_t bench_random(uint64_t *state) { /* splitmix64 */
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    z ^= z >> 31;
+    return z ^ z >> 31;
+}
+
+static inline double bench_uniform(uint64_t *state) { /* from 0 to 1, without 1 */
+    return (double)(bench_random(state) >> 11) / 9007199254740992.0;
+}
+
+/* Mean 0, standard deviation 1: the sum of four uniform numbers. */
+static inline float bench_gauss(uint64_t *state) {
+    const uint64_t z = bench_random(state);
     return ((float)(z & 0xffff) + (float)(z >> 16 & 0xffff) + (float)(z >> 32 & 0xffff) + (float)(z >> 48) -
             131070.0f) *
            (1.7320508f / 65536.0f);

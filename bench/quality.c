@@ -43,6 +43,11 @@ static const char usage[] =
     "                        it. ##### is the pass key.)\n"
     "  --question TEXT       line with the question (What is the pass key? The pass key is)\n"
     "  --threads N           number of plans and windows measured at once (1)\n"
+    "  --write N             instead of reading on, each plan writes N tokens behind the window. An exact\n"
+    "                        cache reads them too. Logits are compared at each token. The last column is "
+    "the\n"
+    "                        number of tokens up to the first that the exact cache would not have written\n"
+    "  --sample              samples these tokens by their probabilities (takes the likeliest)\n"
     "  --csv FILE            writes the table as CSV, one line per plan and window\n"
     "  --positions FILE      writes the KL divergence of each position as CSV (bench/pairs.py compares "
     "plans)\n"
@@ -153,7 +158,8 @@ typedef struct result {        /* result of a plan in a window, or with a passke
     int done, right;           /* right: the answer begins with the passkey's digits */
     int n, predicted;          /* scored positions; the first `predicted` have a known next token */
     double *kl, *loss, *delta; /* nats; delta: loss less the loss of the exact cache */
-    double same;               /* positions with the same likeliest token as the exact cache */
+    int agreed;  /* written tokens before the first that the exact cache would not have written */
+    double same; /* positions with the same likeliest token as the exact cache */
     double archive_bits, bytes, fp16_bytes;
 } result;
 
@@ -161,7 +167,8 @@ typedef struct result {        /* result of a plan in a window, or with a passke
 static struct {
     llama_model model;
     const char *model_path, *text_path, *tables_path, *cache_dir, *needle, *question;
-    int from;
+    int from, write,
+        sample;        /* write: tokens that plans write; 0: they read the window. sample: 1: at random */
     int *text, n_text; /* tokens, without BOS */
     window windows[MAX_WINDOWS];
     passkey keys[MAX_KEYS];
@@ -697,6 +704,78 @@ static void run_plan(const plan *p, const window *w, result *r, FILE *exact, FIL
     free(logits);
 }
 
+static plan exact_plan(void) {
+    plan p;
+    memset(&p, 0, sizeof p);
+    strcpy(p.name, "the exact cache");
+    llama_kv_config(&all.model, &p.cfg);
+    p.cfg.tiers.hot.k = p.cfg.tiers.hot.v = TKV_F32;
+    p.cfg.tiers.warm = p.cfg.tiers.archive = p.cfg.tiers.hot;
+    p.cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    return p;
+}
+
+/* The token that is written after these logits. With --sample it is the likeliest after noise that depends on the seed
+ * alone (Gumbel's trick): equal logits give equal tokens, and similar ones mostly do. */
+static int written_token(const float *logits, uint64_t seed) {
+    double most = -HUGE_VAL;
+    int best = 0;
+    if (!all.sample) return llama_argmax(logits, all.model.vocab);
+    for (int i = 0; i < all.model.vocab; i++) {
+        const double x = (double)logits[i] - log(-log(bench_uniform(&seed) + 1e-17));
+        if (x > most) most = x, best = i;
+    }
+    return best;
+}
+
+/* Reads a window without logits, but for those of its last token. */
+static void read_window(subject *s, const window *w, float *logits) {
+    int n;
+    for (; s->n < w->length;) {
+        n = subject_chunk(s, w->length - s->n);
+        subject_read(s, w->tokens + s->n, n, logits, s->n + n == w->length);
+        pthread_mutex_lock(&all.lock);
+        progress(work_of(s->n - n, n));
+        pthread_mutex_unlock(&all.lock);
+    }
+}
+
+/* Lets a plan write behind the window. An exact cache reads what it writes. */
+static void run_writing(const plan *p, const window *w, result *r) {
+    const size_t vocab = (size_t)all.model.vocab, count = (size_t)all.write;
+    const plan exact = exact_plan();
+    float *mine = (float *)bench_alloc(vocab * sizeof *mine),
+          *row = (float *)bench_alloc(vocab * sizeof *row);
+    subject s = subject_create(p, w->length + all.write), e = subject_create(&exact, w->length + all.write);
+    window text = *w;
+    text.tokens = (int *)bench_alloc(((size_t)w->length + count + 1) * sizeof *text.tokens);
+    memcpy(text.tokens, w->tokens, (size_t)w->length * sizeof *text.tokens);
+    r->kl = (double *)bench_alloc(3 * count * sizeof *r->kl);
+    r->loss = r->kl + count;
+    r->delta = r->loss + count;
+    read_window(&s, w, mine);
+    read_window(&e, w, row);
+    subject_bytes(&s, r);
+    for (int i = 0; i < all.write; i++) {
+        const uint64_t seed = w->key + ((uint64_t)i << 32);
+        const int token = written_token(mine, seed);
+        text.tokens[w->length + i] = token;
+        score(r, &text, w->length + i - 1, row, mine);
+        if (r->agreed == i) r->agreed += token == written_token(row, seed);
+        if (i + 1 == all.write) break;
+        subject_read(&s, &token, 1, mine, 1);
+        subject_read(&e, &token, 1, row, 1);
+        pthread_mutex_lock(&all.lock);
+        progress(2 * work_of(w->length + i, 1));
+        pthread_mutex_unlock(&all.lock);
+    }
+    subject_destroy(&s);
+    subject_destroy(&e);
+    free(text.tokens);
+    free(mine);
+    free(row);
+}
+
 static int run_key(const plan *p, const passkey *key) { /* 1: the answer begins with the digits */
     const int vocab = all.model.vocab;
     float *logits = (float *)bench_alloc((size_t)vocab * sizeof *logits);
@@ -726,17 +805,6 @@ static int run_key(const plan *p, const passkey *key) { /* 1: the answer begins 
     return strncmp(answer, key->digits, 5) == 0;
 }
 
-static plan exact_plan(void) {
-    plan p;
-    memset(&p, 0, sizeof p);
-    strcpy(p.name, "the exact cache");
-    llama_kv_config(&all.model, &p.cfg);
-    p.cfg.tiers.hot.k = p.cfg.tiers.hot.v = TKV_F32;
-    p.cfg.tiers.warm = p.cfg.tiers.archive = p.cfg.tiers.hot;
-    p.cfg.tiers.hot_tokens = TKV_UNLIMITED;
-    return p;
-}
-
 static void run_exact(const window *w) {
     const exact_head head = exact_head_of(w);
     const plan p = exact_plan();
@@ -752,6 +820,10 @@ static void run_exact(const window *w) {
 
 static void run_job(int job) {
     const int which = job % all.per_plan, key = which - all.n_windows;
+    if (all.write && key < 0) {
+        if (!all.exact) run_writing(&all.plans[job / all.per_plan], &all.windows[which], &all.results[job]);
+        return;
+    }
     FILE *f = key < 0 ? exact_open(&all.windows[which]) : NULL;
     if (all.exact && key >= 0) {
         const plan p = exact_plan();
@@ -868,11 +940,13 @@ static void print_head(void) {
            all.model.n_layers, all.model.n_heads, all.model.n_kv_heads, all.model.head_dim,
            base_name(all.text_path));
     for (int i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
-    printf(", positions from %d on\n", all.from);
+    if (all.write)
+        printf(", %d tokens written, %s\n", all.write, all.sample ? "sampled" : "always the likeliest");
+    else printf(", positions from %d on\n", all.from);
     printf("%-30s %5s %7s %6s %19s %8s %7s %8s %17s", "plan", "bits", "B/token", "ratio", "KL divergence",
            "99.9 %", "top-1 %", "ppl", "dPPL %");
     if (all.n_keys) printf(" %7s", "passkey");
-    printf("%s\n", all.n_windows > 1 ? "  KL by window" : "");
+    printf("%s\n", all.write ? "  agrees for" : all.n_windows > 1 ? "  KL by window" : "");
     fflush(stdout);
 }
 
@@ -921,7 +995,8 @@ static void print_row(const plan *p, const result *r) {
            100 * (growth - 1), 100 * growth * s.delta.error);
     if (all.n_keys) printf("   %2d/%-2d", count_right(r), all.n_keys);
     printf(" ");
-    for (int i = 0; all.n_windows > 1 && i < all.n_windows; i++)
+    for (int i = 0; all.write && i < all.n_windows; i++) printf(" %d", r[i].agreed);
+    for (int i = 0; !all.write && all.n_windows > 1 && i < all.n_windows; i++)
         printf(" %.5f", estimate_of(&r[i], 1, 0).mean);
     printf("\n");
     fflush(stdout);
@@ -987,6 +1062,7 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--rivals") == 0) rivals = 1;
         else if (strcmp(name, "--no-rivals") == 0) rivals = 0;
         else if (strcmp(name, "--passkey") == 0) passkeys = 1;
+        else if (strcmp(name, "--sample") == 0) all.sample = 1;
         else if (name[0] != '-' && !all.model_path) all.model_path = name;
         else if (!value || name[0] != '-') fail("%s: unknown option, or its value is missing", name);
         else if (i++, strcmp(name, "--text") == 0) all.text_path = value;
@@ -994,6 +1070,7 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--window") == 0) add_window(value);
         else if (strcmp(name, "--from") == 0) all.from = option_number(name, value, 0);
         else if (strcmp(name, "--threads") == 0) threads = option_number(name, value, 1);
+        else if (strcmp(name, "--write") == 0) all.write = option_number(name, value, 1);
         else if (strcmp(name, "--csv") == 0) csv_path = value;
         else if (strcmp(name, "--positions") == 0) positions_path = value;
         else if (strcmp(name, "--cache") == 0) all.cache_dir = value;
@@ -1048,7 +1125,7 @@ int main(int argc, char **argv) {
     pthread_mutex_init(&all.lock, NULL);
     pthread_cond_init(&all.finished, NULL);
 
-    for (i = 0; i < all.n_windows; i++) {
+    for (i = 0; i < all.n_windows && !all.write; i++) {
         FILE *f = exact_open(&all.windows[i]);
         if (f) fclose(f);
         else exact_jobs = 1, work += work_of(0, all.windows[i].length);
@@ -1062,6 +1139,9 @@ int main(int argc, char **argv) {
     all.per_plan = all.n_windows + all.n_keys;
     for (work = 0, i = 0; i < all.per_plan; i++)
         work += all.n_plans * work_of(0, i < all.n_windows ? all.windows[i].length : all.keys[0].n);
+    for (i = 0; i < all.n_windows && all.write; i++)
+        work +=
+            all.n_plans * (work_of(0, all.windows[i].length) + 2 * work_of(all.windows[i].length, all.write));
     print_head();
     progress_begin("plans", work);
     run_jobs(all.n_plans * all.per_plan, threads, csv, positions);

@@ -348,6 +348,7 @@ int main(int argc, char **argv) {
     s.cfg.host.on_event = on_event;
     s.cfg.host.event_user = &s;
     s.kv = create(&s.cfg);
+    load_tables(&o, s.kv);
     enter_level(&s, 0);
     s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     if (w.compare) {

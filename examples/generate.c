@@ -77,18 +77,6 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
 }
 
 /* >>running */
-/* Updates a progress line in place, beginning half a second after the start. */
-static void show_progress(const char *what, int done, int of, double start) {
-    static int shown;
-    const double t = seconds() - start;
-    char bar[33] = "................................";
-    memset(bar, '#', (size_t)(32.0 * done / of));
-    if (done < of && t > 0.5)
-        shown = fprintf(stderr, "\r%s [%s] %d / %d, %.0f/s ", what, bar, done, of, done / t);
-    if (done == of && shown) fprintf(stderr, "\r%78s\r", ""), shown = 0;
-    fflush(stderr);
-}
-
 /* The attention of llama_forward_with: appends keys and values of a layer, attends, and measures both. */
 static tkv_status timed_attention(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
                                   float *out) {
@@ -222,7 +210,7 @@ static void compare(session *s, comparison *c) {
         const int chunk = llama_chunk(&s->cfg, pos, n - pos < 64 ? n - pos : 64);
         int from = pos < first ? first : pos; /* the chunk's first position to compare */
         if (from > pos + chunk) from = pos + chunk;
-        show_progress("comparing", pos, n, start);
+        show_bar("comparing", pos, n, start);
         evaluate(&exact, chunk, pos + chunk - from);
         for (int i = from; i < pos + chunk; i++) {
             const float *a = s->kept + (size_t)(i % s->n_kept) * (size_t)vocab;
@@ -237,7 +225,7 @@ static void compare(session *s, comparison *c) {
         }
         pos += chunk;
     }
-    show_progress("comparing", n, n, start);
+    show_bar("comparing", n, n, start);
     ask(&exact, EXACT);
     for (int i = 0; i < s->n_secrets; i++) s->secrets[i] = exact.secrets[i];
     qsort(kl, (size_t)count, sizeof *kl, by_size);
@@ -364,6 +352,7 @@ int main(int argc, char **argv) {
     uint64_t rng = rng_seed(&o);
     load(&o, &s.model, &s.cfg);
     s.kv = create(&s.cfg);
+    load_tables(&o, s.kv);
     int context = context_of(&o, &s.model);
     if (w.recall && context > 2 * LINE) context -= LINE / 2; /* space for a question */
     const int most = context - (o.n < context / 2 ? o.n : context / 2);
@@ -384,11 +373,11 @@ int main(int argc, char **argv) {
         n_logits = pos + chunk - (n_prompt - s.n_kept); /* positions that may be compared later */
         if (n_logits > chunk) n_logits = chunk;
         if (n_logits < 1) n_logits = pos + chunk == n_prompt;
-        show_progress("reading the prompt", pos, n_prompt, prompt_start);
+        show_bar("reading the prompt", pos, n_prompt, prompt_start);
         evaluate(&s, chunk, n_logits);
         pos += chunk;
     }
-    show_progress("reading the prompt", n_prompt, n_prompt, prompt_start);
+    show_bar("reading the prompt", n_prompt, n_prompt, prompt_start);
     const double prompt_time = seconds() - prompt_start;
 
     s.appending = 0;

@@ -77,12 +77,13 @@ static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t 
     "  --seed N           seed of the random numbers (1)\n"                                                  \
     "  --raw              uses no chat template and continues after the end of the text\n"                   \
     "  -z FILE            tokenizer.bin of a llama2.c model\n"                                               \
+    "  --tables FILE      loads tables that calibrate wrote\n"                                               \
     "  --theta X          base of RoPE (the model's)\n"                                                      \
     "  --rope-halves      RoPE rotates the pairs of channels (i, i + d/2)\n"                                 \
     "  --isa NAME         instruction set: auto, scalar, avx2, avx512, neon or wasm (auto)\n"
 
 typedef struct options {
-    const char *model, *tokenizer, *prompt, *file;
+    const char *model, *tokenizer, *prompt, *file, *tables;
     int n, context, raw, rope_halves;
     float temperature, top_p, theta;
     uint64_t seed;
@@ -117,6 +118,7 @@ static inline parsed parse_common_option(options *o, tkv_config *cfg, const char
     if (strcmp(name, "-p") == 0) o->prompt = value;
     else if (strcmp(name, "-f") == 0) o->file = value;
     else if (strcmp(name, "-z") == 0) o->tokenizer = value;
+    else if (strcmp(name, "--tables") == 0) o->tables = value;
     else if (strcmp(name, "-n") == 0) ok = read_int(value, 1, PROGRAM_MOST, &o->n);
     else if (strcmp(name, "-c") == 0) ok = read_int(value, 2, PROGRAM_MOST, &o->context);
     else if (strcmp(name, "-t") == 0) ok = read_float(value, 0, &o->temperature);
@@ -164,6 +166,18 @@ static inline void parse_options(int argc, char **argv, const char *usage, optio
 }
 
 /* >>running */
+/* Updates a progress line in place, beginning half a second after the start. */
+static inline void show_bar(const char *what, int done, int of, double start) {
+    static int shown;
+    const double t = seconds() - start;
+    char bar[33] = "................................";
+    memset(bar, '#', (size_t)(32.0 * done / of));
+    if (done < of && t > 0.5)
+        shown = fprintf(stderr, "\r%s [%s] %d / %d, %.0f/s ", what, bar, done, of, done / t);
+    if (done == of && shown) fprintf(stderr, "\r%78s\r", ""), shown = 0;
+    fflush(stderr);
+}
+
 /* Loads the model and sets cfg.model. */
 static inline void load(const options *o, llama_model *m, tkv_config *cfg) {
     char err[256];
@@ -188,6 +202,17 @@ static inline tkv_cache *create(const tkv_config *cfg) {
     status = tkv_create(cfg, &kv);
     if (status != TKV_OK) fail("%s", tkv_get_status_text(status));
     return kv;
+}
+
+/* Loads the tables of --tables, which calibrate wrote, into an empty cache. */
+static inline void load_tables(const options *o, tkv_cache *kv) {
+    size_t size = 0;
+    char *bytes;
+    if (!o->tables) return;
+    bytes = (char *)llama_read_file(o->tables, &size);
+    if (!bytes) fail("cannot read %s", o->tables);
+    if (tkv_load_calibration(kv, bytes, size) != TKV_OK) fail("%s: %s", o->tables, tkv_get_last_error(kv));
+    free(bytes);
 }
 
 static inline int context_of(const options *o, const llama_model *m) {

@@ -31,7 +31,7 @@ EXACT = {
     "tkvi_f32(product + zero)": "11 bits of the scale times 8 of the code",
     "(double)c->step * (double)mean_u)": "two floats, in double",
     "(double)c->step * (double)u)": "two floats, in double",
-    "tkvi_f32(half_step * (float)tkvi_signed_byte(byte & 254)) + mean)": "11 bits of the scale times 8 of the code",
+    "tkvi_f32(half_step * (float)tkvi_signed_byte(code & 254)) + mean)": "11 bits of the scale times 8 of the code",
     "tkvi_f64(mean / (double)scale) - middle)": "middle is a whole number times 1/2",
 }
 

@@ -11,6 +11,7 @@ import xml.dom.minidom
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STORIES = os.path.join(ROOT, "..", "shared", "data", "models", "stories260K_tok512.gguf")
+DEMO = os.path.join(ROOT, "examples", "data", "demo.gguf")
 PROMPT = os.path.join(ROOT, "examples", "data", "demo_prompt.txt")
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(ROOT, "tools"))
@@ -69,6 +70,53 @@ class Recall(unittest.TestCase):
     def test_nothing_to_ask_for(self):
         _, said = self.generate("Once upon a time\n", "-n", "2", "--recall", "The secret", status=1)
         self.assertIn('no line of the prompt begins with "The secret"', said)
+
+
+class Tables(unittest.TestCase):
+    """calibrate writes what generate loads."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.path.exists(DEMO):
+            raise unittest.SkipTest("no " + DEMO)
+        cls.place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.place.cleanup)
+        library = os.path.join(ROOT, os.environ.get("LIBRARY", "examples/tieredkv.c"))
+        for name in ("calibrate", "generate"):
+            source = os.path.join(ROOT, "examples", name + ".c")
+            subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "-o", os.path.join(cls.place.name, name), source,
+                                   library, "-lm"])
+
+    def run_in_place(self, *args):
+        return subprocess.run(["./" + args[0]] + list(args[1:]), cwd=self.place.name, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE)
+
+    def test_written_loaded_and_damaged(self):
+        run = self.run_in_place("calibrate", DEMO, "-f", PROMPT, "-o", "t.bin", "-n", "600")
+        self.assertEqual(run.returncode, 0, run.stderr)
+        text = run.stdout.decode()
+        path = os.path.join(self.place.name, "t.bin")
+        with open(path, "rb") as f:
+            tables = f.read()
+        self.assertIn("t.bin: {:,} bytes, tables of 4 layers from 600 tokens".format(len(tables)), text)
+        share = [int(x) for x in re.findall(r"(\d+) % of FP16", text)]
+        self.assertEqual(len(share), 3)
+        self.assertLess(share[2], 0.7 * share[1])  # 448 tokens, with and without tables
+        ask = "generate", DEMO, "-p", "Once upon a time", "-n", "4", "--raw", "--tables", "t.bin"
+        self.assertEqual(self.run_in_place(*ask).returncode, 0)
+        with open(path, "wb") as f:
+            f.write(tables[:100] + bytes([tables[100] ^ 1]) + tables[101:])
+        run = self.run_in_place(*ask)
+        self.assertEqual(run.returncode, 1)
+        self.assertIn(b"generate: t.bin: ", run.stderr)
+        os.remove(path)
+        self.assertIn(b"cannot read t.bin", self.run_in_place(*ask).stderr)
+
+    def test_plans_that_learn_nothing(self):
+        run = self.run_in_place("calibrate", DEMO, "-f", PROMPT, "-n", "100", "--warm", "64:kivi4", "--archive",
+                                "kivi4")
+        self.assertEqual(run.returncode, 1)
+        self.assertIn(b"no format that learns", run.stderr)
 
 
 class Prompt(unittest.TestCase):

@@ -173,6 +173,10 @@ static uint32_t tkvi_load32(const uint8_t *p) {
     return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
+TKVI_FN uint64_t tkvi_load64(const uint8_t *p) {
+    return (uint64_t)tkvi_load32(p) | (uint64_t)tkvi_load32(p + 4) << 32;
+}
+
 static void tkvi_store32(uint8_t *p, uint32_t x) {
     p[0] = (uint8_t)(x & 0xff);
     p[1] = (uint8_t)(x >> 8 & 0xff);

@@ -26,10 +26,6 @@ static uint64_t tkvi_fnv1a_more(uint64_t h, const uint8_t *p, size_t n) {
 #define TKVI_XXH64_PRIME4 0x85ebca77c2b2ae63u
 #define TKVI_XXH64_PRIME5 0x27d4eb2f165667c5u
 
-static uint64_t tkvi_load64(const uint8_t *p) {
-    return (uint64_t)tkvi_load32(p) | (uint64_t)tkvi_load32(p + 4) << 32;
-}
-
 static void tkvi_store64(uint8_t *p, uint64_t x) {
     tkvi_store32(p, (uint32_t)x);
     tkvi_store32(p + 4, (uint32_t)(x >> 32));

@@ -279,9 +279,9 @@ static tkvi_outlier tkvi_outlier_of(const tkvi_side *s, const uint8_t *src) {
     return o;
 }
 
-/* The value at a position. The product is exact. */
-TKVI_FN float tkvi_outlier_value(int byte, float half_step, float mean) {
-    return tkvi_f32(tkvi_f32(half_step * (float)tkvi_signed_byte(byte & 254)) + mean);
+/* The value at a position, from its byte of the row. The product is exact. */
+TKVI_FN float tkvi_outlier_value(int code, float half_step, float mean) {
+    return tkvi_f32(tkvi_f32(half_step * (float)tkvi_signed_byte(code & 254)) + mean);
 }
 
 /* Finds the outlier of n tokens. mean, importance: [pad] by channel. */
