@@ -146,7 +146,7 @@ calibrate: build/calibrate
 	./build/calibrate $(MODEL) -f $(or $(TEXT),examples/data/demo_prompt.txt) -o $(or $(TABLES),build/tables.bin) $(ARGS)
 
 npc: build/npc
-	./build/npc $(DEMO) --seed 2 -t 0.7
+	./build/npc $(DEMO) --seed 5 -t 0.7
 
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run

@@ -1,7 +1,7 @@
 /*
  * npc.c - characters of a game talk, and all they remember lies in one arena of fixed size.
  *
- * cc -O2 -o npc examples/npc.c examples/tieredkv.c -lm && ./npc examples/data/demo.gguf --seed 2 -t 0.7
+ * cc -O2 -o npc examples/npc.c examples/tieredkv.c -lm && ./npc examples/data/demo.gguf --seed 5 -t 0.7
  *
  * The world is read once. Each character is a fork of it and adds a few lines of its own. The program prints a scene:
  *   - characters answer a stranger, and one is interrupted: the speech is cut in the middle (tkv_seq_truncate)

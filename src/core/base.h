@@ -169,7 +169,7 @@ TKVI_FN void tkvi_store16(uint8_t *p, uint16_t x) {
     p[1] = (uint8_t)(x >> 8);
 }
 
-static uint32_t tkvi_load32(const uint8_t *p) {
+TKVI_FN uint32_t tkvi_load32(const uint8_t *p) {
     return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
