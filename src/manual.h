@@ -752,7 +752,7 @@
  *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
  *   compresses from its first block on, and does not learn. tkv_refresh_calibration learns anew, for example after a
  *   change of subject: the next table comes 512 tokens later. tkv_freeze_calibration makes missing tables at once and
- *   stops learning.
+ *   stops learning. examples/calibrate.c writes the tables of a model from any text (make calibrate).
  *
  * Recipe R3: loading a calibration
  *     size_t size;
