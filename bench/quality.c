@@ -54,7 +54,9 @@ static const char usage[] =
     "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
     "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
-    "\n"
+    "\n";
+
+static const char usage_of_plans[] =
     "PLAN is a list of words, of which one may be hot,warm,archive; or a rival's name:\n"
     "  'sinks=4 hot=64:f16 warm=448:kivi4 archive=kivi2 group=64'    omitted words take their defaults\n"
     "  64,448:kivi4,kivi2/kivi4                                      one format for K, one for V\n"
@@ -109,6 +111,11 @@ static const char *const rival_plans[] = {
     "q4_0+h",
     "hf-int4",
     "hf-int2",
+    "turbo4",
+    "turbo3",
+    "kvarn-k4v4",
+    "kvarn-k4v2",
+    "kvarn-k2v2",
     "kitty",
     "age-8/4/2",
     "streaming"};
@@ -1029,6 +1036,7 @@ static void run_jobs(int jobs, int threads, FILE *csv, FILE *positions) {
 /* >>options */
 static void help(int status) {
     fputs(usage, stdout);
+    fputs(usage_of_plans, stdout);
     plan_print_names();
     printf("Rivals:");
     for (int i = 0; i < (int)(sizeof rival_kinds / sizeof *rival_kinds); i++)

@@ -3,9 +3,11 @@
  * rival's rules at the time when the rival codes them. Attention over them is exact.
  *
  *   coded in the append   llama.cpp's q8_0, q5_0, q4_1, q4_0 (blocks of 32 in ggml-quants.c); +h: after the Hadamard
- *                         transform that llama.cpp applies since pull request 21038
+ *                         transform that llama.cpp applies since pull request 21038. TurboQuant (arXiv 2504.19874,
+ *                         algorithm 1): norm, rotation, a grid of least squares for normal values
  *   coded in pages        groups per token as in the QuantizedCache of Hugging Face Transformers; Kitty (arXiv
  *                         2511.18643)
+ *                         KVarN (arXiv 2606.03458) in tiles of 128 tokens
  *   recoded by age        AgeTieredKV of VeloxQuant-MLX
  *   never coded           StreamingLLM (arXiv 2309.17453), which evicts tokens instead
  *
@@ -116,9 +118,36 @@ static void rival_hadamard(float *x, int n) { /* n: a power of two; the transfor
     for (int i = 0; i < n; i++) x[i] *= norm;
 }
 
+/* TurboQuant: the row is rotated before. Its norm is fp16, and the coordinates of the unit vector are nearly normal. */
+static void rival_turbo(float *x, int n, const float *levels, int half) {
+    double squares = 0;
+    for (int i = 0; i < n; i++) squares += (double)x[i] * (double)x[i];
+    const float norm = rival_half((float)sqrt(squares / n)), by = norm > 0 ? 1.0f / norm : 0;
+    for (int i = 0; i < n; i++) {
+        const float y = fabsf(x[i]) * by;
+        int k = 0;
+        while (k + 1 < half && y > 0.5f * (levels[k] + levels[k + 1])) k++;
+        x[i] = norm * (x[i] < 0 ? -levels[k] : levels[k]);
+    }
+}
+/* The positive levels of Max, Quantizing for minimum distortion, IRE Trans. Inf. Theory 6, 1960, table I. */
+static void rival_turbo4(float *x, int n) {
+    static const float levels[8] = {0.1284f, 0.3881f, 0.6568f, 0.9424f, 1.256f, 1.618f, 2.069f, 2.733f};
+    rival_turbo(x, n, levels, 8);
+}
+static void rival_turbo3(float *x, int n) {
+    static const float levels[4] = {0.2451f, 0.7560f, 1.344f, 2.152f};
+    rival_turbo(x, n, levels, 4);
+}
+static void rival_turbo2(float *x, int n) {
+    static const float levels[2] = {0.4528f, 1.510f};
+    rival_turbo(x, n, levels, 2);
+}
+
 /* >>kinds */
 typedef enum rival_rule {
     RIVAL_APPEND, /* codes rows in the append */
+    RIVAL_KVARN,  /* codes tiles when they are full */
     RIVAL_PAGES,  /* codes rows when a page is full */
     RIVAL_KITTY,
     RIVAL_AGE,
@@ -132,16 +161,29 @@ typedef struct rival_kind {
     void (*row)(float *x, int n);
     double bits; /* bits of a coded value, metadata included; 0: see rival_bits */
     int hadamard;
+    int k_bits, v_bits; /* KVarN */
 } rival_kind;
 
 static const rival_kind rival_kinds[] = {
-    {"q8_0", RIVAL_APPEND, 0, rival_q8_0, 8.5, 0},    {"q8_0+h", RIVAL_APPEND, 0, rival_q8_0, 8.5, 1},
-    {"q5_0", RIVAL_APPEND, 0, rival_q5_0, 5.5, 0},    {"q5_0+h", RIVAL_APPEND, 0, rival_q5_0, 5.5, 1},
-    {"q4_1", RIVAL_APPEND, 0, rival_q4_1, 5.0, 0},    {"q4_1+h", RIVAL_APPEND, 0, rival_q4_1, 5.0, 1},
-    {"q4_0", RIVAL_APPEND, 0, rival_q4_0, 4.5, 0},    {"q4_0+h", RIVAL_APPEND, 0, rival_q4_0, 4.5, 1},
-    {"hf-int4", RIVAL_PAGES, 0, rival_int4, 0, 0},    {"hf-int2", RIVAL_PAGES, 0, rival_int2, 0, 0},
-    {"kitty", RIVAL_KITTY, 32, rival_int2, 0, 0},     {"age-8/4/2", RIVAL_AGE, 0, NULL, 3.0, 0},
-    {"streaming", RIVAL_STREAMING, 4, NULL, 16.0, 0},
+    {"q8_0", RIVAL_APPEND, 0, rival_q8_0, 8.5, 0, 0, 0},
+    {"q8_0+h", RIVAL_APPEND, 0, rival_q8_0, 8.5, 1, 0, 0},
+    {"q5_0", RIVAL_APPEND, 0, rival_q5_0, 5.5, 0, 0, 0},
+    {"q5_0+h", RIVAL_APPEND, 0, rival_q5_0, 5.5, 1, 0, 0},
+    {"q4_1", RIVAL_APPEND, 0, rival_q4_1, 5.0, 0, 0, 0},
+    {"q4_1+h", RIVAL_APPEND, 0, rival_q4_1, 5.0, 1, 0, 0},
+    {"q4_0", RIVAL_APPEND, 0, rival_q4_0, 4.5, 0, 0, 0},
+    {"q4_0+h", RIVAL_APPEND, 0, rival_q4_0, 4.5, 1, 0, 0},
+    {"hf-int4", RIVAL_PAGES, 0, rival_int4, 0, 0, 0, 0},
+    {"hf-int2", RIVAL_PAGES, 0, rival_int2, 0, 0, 0, 0},
+    {"turbo4", RIVAL_PAGES, 4, rival_turbo4, 0, 1, 0, 0},
+    {"turbo3", RIVAL_PAGES, 4, rival_turbo3, 0, 1, 0, 0},
+    {"turbo2", RIVAL_PAGES, 4, rival_turbo2, 0, 1, 0, 0},
+    {"kvarn-k4v2", RIVAL_KVARN, 4, NULL, 0, 1, 4, 2},
+    {"kvarn-k4v4", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4},
+    {"kvarn-k2v2", RIVAL_KVARN, 4, NULL, 0, 1, 2, 2},
+    {"kitty", RIVAL_KITTY, 32, rival_int2, 0, 0, 0, 0},
+    {"age-8/4/2", RIVAL_AGE, 0, NULL, 3.0, 0, 0, 0},
+    {"streaming", RIVAL_STREAMING, 4, NULL, 16.0, 0, 0, 0},
 };
 
 static const rival_kind *rival_find(const char *name) { /* NULL: unknown */
@@ -245,6 +287,134 @@ static void rival_code_channels(const rival_side *s, int from, int to, int bits,
     }
 }
 
+/* >>KVarN (arXiv 2606.03458, section 4): a tile of RIVAL_PAGE tokens, rotated. Its rows share a grid: of K a channel, of V
+ * a token. Rows and columns are divided by their standard deviations in turn, 16 times, and the most even result is
+ * taken. Then each row is coded between its minimum and maximum. Scale, minimum and column factors are fp16. */
+typedef struct rival_tile {
+    float x[RIVAL_PAGE * TKV_MAX_HEAD_DIM], even[RIVAL_PAGE * TKV_MAX_HEAD_DIM]; /* [row][column] */
+    int rows, columns;
+    double row_log[TKV_MAX_HEAD_DIM], column_log[TKV_MAX_HEAD_DIM]; /* factors so far */
+    double row[TKV_MAX_HEAD_DIM], column[TKV_MAX_HEAD_DIM];         /* those of the most even result */
+} rival_tile;
+
+/* Standard deviation of n values, with n - 1 in the denominator. */
+static double rival_deviation(const float *x, size_t stride, int n) {
+    double sum = 0, squares = 0;
+    for (int i = 0; i < n; i++) sum += (double)x[(size_t)i * stride];
+    for (int i = 0; i < n; i++) {
+        const double d = (double)x[(size_t)i * stride] - sum / n;
+        squares += d * d;
+    }
+    return sqrt(squares / (n - 1));
+}
+
+static double rival_row_deviation(const rival_tile *t, int row) {
+    return rival_deviation(t->even + (size_t)row * (size_t)t->columns, 1, t->columns);
+}
+
+static double rival_column_deviation(const rival_tile *t, int column) {
+    return rival_deviation(t->even + column, (size_t)t->columns, t->rows);
+}
+
+/* Ratio of the largest to the smallest deviation, of columns and of rows, added. */
+static double rival_imbalance(const rival_tile *t) {
+    double least[2] = {1e300, 1e300}, most[2] = {0, 0};
+    for (int i = 0; i < t->rows + t->columns; i++) {
+        const int is_column = i >= t->rows;
+        const double d = is_column ? rival_column_deviation(t, i - t->rows) : rival_row_deviation(t, i);
+        if (d < least[is_column]) least[is_column] = d;
+        if (d > most[is_column]) most[is_column] = d;
+    }
+    return most[0] / (least[0] > 1e-8 ? least[0] : 1e-8) + most[1] / (least[1] > 1e-8 ? least[1] : 1e-8);
+}
+
+static void rival_even_out(rival_tile *t) {
+    for (int i = 0; i < t->rows; i++)
+        for (int j = 0; j < t->columns; j++)
+            t->even[i * t->columns + j] =
+                (float)((double)t->x[i * t->columns + j] / exp(t->row_log[i]) / exp(t->column_log[j]));
+}
+
+static double rival_more_log(double log_factor, double deviation) {
+    deviation = deviation < 1e-3 ? 1e-3 : deviation > 1e3 ? 1e3 : deviation;
+    log_factor += log(deviation);
+    return log_factor < -0.3 ? -0.3 : log_factor > 10 ? 10 : log_factor;
+}
+
+static void rival_keep_factors(rival_tile *t) {
+    for (int i = 0; i < t->rows; i++) t->row[i] = exp(t->row_log[i]);
+    for (int j = 0; j < t->columns; j++) t->column[j] = exp(t->column_log[j]);
+}
+
+/* Codes and decodes t->x in place. */
+static void rival_code_tile(rival_tile *t, int bits) {
+    const double top = (double)((1 << bits) - 1);
+    double best;
+    int i, j;
+    memset(t->row_log, 0, sizeof t->row_log);
+    memset(t->column_log, 0, sizeof t->column_log);
+    memcpy(t->even, t->x, (size_t)(t->rows * t->columns) * sizeof *t->x);
+    rival_keep_factors(t);
+    best = rival_imbalance(t);
+    for (int round = 0; round < 16; round++) {
+        double now;
+        for (j = 0; j < t->columns; j++)
+            t->column_log[j] = rival_more_log(t->column_log[j], rival_column_deviation(t, j));
+        rival_even_out(t);
+        for (i = 0; i < t->rows; i++)
+            t->row_log[i] = rival_more_log(t->row_log[i], rival_row_deviation(t, i));
+        rival_even_out(t);
+        now = rival_imbalance(t);
+        if (now > best) continue;
+        best = now;
+        rival_keep_factors(t);
+    }
+    for (j = 0; j < t->columns; j++) t->column_log[j] = log(t->column[j]);
+    for (i = 0; i < t->rows; i++) t->row_log[i] = log(t->row[i]);
+    rival_even_out(t);
+    for (i = 0; i < t->rows; i++) {
+        float least, most, scale, zero;
+        double step;
+        rival_range(t->even + i * t->columns, 1, t->columns, &least, &most);
+        step = ((double)most - (double)least) / top;
+        if (step < 1e-10) step = 1e-10;
+        scale = rival_half((float)(t->row[i] * step));
+        zero = rival_half((float)(t->row[i] * (double)least));
+        for (j = 0; j < t->columns; j++) {
+            double code = rint(((double)t->even[i * t->columns + j] - (double)least) / step);
+            code = code < 0 ? 0 : code > top ? top : code;
+            t->x[i * t->columns + j] = (scale * (float)code + zero) * rival_half((float)t->column[j]);
+        }
+    }
+}
+
+/* Codes the tile of tokens from `from` on. */
+static void rival_code_kvarn(const rival *r, const rival_side *s, tkv_side side, int from) {
+    rival_tile *t = (rival_tile *)malloc(sizeof *t);
+    float x[TKV_MAX_HEAD_DIM];
+    if (!t) abort();
+    t->rows = side == TKV_K ? s->dim : RIVAL_PAGE;
+    t->columns = side == TKV_K ? RIVAL_PAGE : s->dim;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < RIVAL_PAGE; i++) {
+            float *p = s->p + (size_t)(from + i) * s->token;
+            for (int c = 0; c < s->dim; c++) {
+                float *in_tile = &t->x[side == TKV_K ? c * t->columns + i : i * t->columns + c];
+                if (pass) x[c] = *in_tile;
+                else x[c] = p[(size_t)c * s->channel];
+            }
+            for (int c = 0; c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
+            for (int c = 0; c < s->dim; c++) {
+                float *in_tile = &t->x[side == TKV_K ? c * t->columns + i : i * t->columns + c];
+                if (pass) p[(size_t)c * s->channel] = x[c];
+                else *in_tile = x[c];
+            }
+        }
+        if (!pass) rival_code_tile(t, side == TKV_K ? r->kind->k_bits : r->kind->v_bits);
+    }
+    free(t);
+}
+
 /* Returns the number of coded tokens after n tokens. */
 static int rival_coded(const rival_kind *kind, int n) {
     const int pages = n < kind->sinks ? 0 : (n - kind->sinks) / RIVAL_PAGE * RIVAL_PAGE;
@@ -258,6 +428,7 @@ static void rival_age(const rival *r, const rival_side *s, tkv_side side, int be
     const rival_kind *kind = r->kind;
     int from = rival_coded(kind, before), to = rival_coded(kind, n), t;
     if (kind->rule == RIVAL_PAGES) rival_code_rows(r, s, from, to);
+    for (t = from; kind->rule == RIVAL_KVARN && t < to; t += RIVAL_PAGE) rival_code_kvarn(r, s, side, t);
     if (kind->rule == RIVAL_KITTY && side == TKV_K)
         for (; from < to; from += RIVAL_PAGE)
             rival_code_channels(s, from, from + RIVAL_PAGE, 2, s->dim / 4, 4);
@@ -291,7 +462,19 @@ static double rival_bytes(const rival_kind *kind, const llama_model *m, int n, i
     int t;
     switch (kind->rule) {
     case RIVAL_APPEND: bytes = n * heads * (k + v) * kind->bits / 8; break;
-    case RIVAL_PAGES: /* a scale and a minimum per token and 64 channels */
+    case RIVAL_KVARN: /* K: scale and minimum per channel, a factor per token; V: the other way round */
+        bytes = (coded - kind->sinks) * heads *
+                (k * kind->k_bits / 8 + k * 4 / (double)RIVAL_PAGE + 2 + v * kind->v_bits / 8 + 4 +
+                 v * 2 / (double)RIVAL_PAGE);
+        bytes += (n - coded + kind->sinks) * fp16;
+        break;
+    case RIVAL_PAGES: /* TurboQuant: a norm per token */
+        t = kind->row == rival_turbo4 ? 4 : kind->row == rival_turbo3 ? 3 : kind->row == rival_turbo2 ? 2 : 0;
+        if (t) {
+            bytes = (coded - kind->sinks) * heads * ((k + v) * t / 8 + 4) + (n - coded + kind->sinks) * fp16;
+            break;
+        }
+        /* a scale and a minimum per token and 64 channels */
         t = kind->row == rival_int4 ? 4 : 2;
         bytes = coded * heads * ((k + v) * t / 8 + 4 * (ceil(k / 64) + ceil(v / 64)));
         bytes += (n - coded) * fp16;
