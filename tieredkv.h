@@ -5398,10 +5398,10 @@ static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_la
 }
 
 /* >>K */
-/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes. rows:
- * 1 if the outlier token has a row (formats/a.h). */
-static int tkvi_head_budget(int quarters, int dim, int pad, int rows) {
-    return tkvi_max(0, (2 * quarters * dim - (2 + rows) * pad) / 32);
+/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes.
+ * has_row: 1 if the outlier token has a row (formats/a.h). */
+static int tkvi_head_budget(int quarters, int dim, int pad, int has_row) {
+    return tkvi_max(0, (2 * quarters * dim - (int)tkvi_align_up((size_t)((2 + has_row) * pad))) / 32);
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
@@ -5417,23 +5417,23 @@ static void tkvi_choose_widths(const tkvi_head *h, int pad, int unit, int budget
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_equally(int quarters, int dim, int pad, int rows, tkvi_tile_counts *tiles) {
+static void tkvi_share_equally(int quarters, int dim, int pad, int has_row, tkvi_tile_counts *tiles) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, rows), tiles);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, has_row), tiles);
 }
 
-/* Splits a layer's budget among its heads, at most 4 bits a channel. rows: as in tkvi_head_budget. budget[h]: out,
+/* Splits a layer's budget among its heads, at most 4 bits a channel. has_row: as in tkvi_head_budget. budget[h]: out,
  * tile bits of head h. Two tile bits make 64 bytes, so each head gets an even number. */
-static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int rows,
+static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int has_row,
                          int unit, int *budget) {
     int h, odd = 0;
     tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, rows), budget);
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, has_row), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;
@@ -5598,7 +5598,8 @@ static void tkvi_set_member_int(void *base, size_t offset, int x) {
  * are of two kinds:
  *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
  *                     Widths, channel order and table of levels are free. The format writes layout, encode and
- *                     meta; decode is tkvi_decode_tiles.
+ *                     meta; decode is tkvi_decode_tiles. (A has one token a block in a row of its own, formats/a.h: the
+ *                     kernels of K replace its scores.)
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
  *                     time. If each token has a grid and a scale, formats/token.h has all three functions.
  *                     kernels/code_rows.inc is faster than decode, for the formats that it supports.
@@ -5731,7 +5732,8 @@ typedef struct tkvi_codec {
     void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
-    /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
+    /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table. For A's
+     * outlier this is a neighbour's value: see tkvi_outlier_of.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
@@ -5769,7 +5771,7 @@ typedef struct tkvi_share {
     const uint8_t *order;      /* K: channel at each position (tkvi_order_at) */
     const float *mean;         /* K: static mean at each position, [pad]; fp16 values */
     const uint8_t *importance; /* K: see tkvi_head */
-    int is_viewed;             /* K: 1: V is inside it */
+    int v_in_k;                /* K: 1: V is inside it, so the outlier has no row */
 } tkvi_share;
 
 struct tkvi_grid;
@@ -5839,9 +5841,9 @@ static void tkvi_put_token(const tkvi_side *s, const tkvi_simd_ops *ops, const f
     if (!tkvi_is_view(s)) s->format->side[s->which].put(s, ops, x, token, dst);
 }
 
-/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. is_viewed: see tkvi_share. */
+/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. v_in_k: see tkvi_share. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
-                           const tkv_format_options *options, int tabled, int is_viewed,
+                           const tkv_format_options *options, int tabled, int v_in_k,
                            const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
@@ -5853,7 +5855,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->group = (int16_t)options->group_size;
     s->tabled = (int8_t)tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
-    s->has_outlier = (int8_t)(format->shared && which == TKV_K && !is_viewed);
+    s->has_outlier = (int8_t)(format->shared && which == TKV_K && !v_in_k);
     if (share) {
         s->has_share = 1;
         s->tiles = share->tiles;
@@ -5871,8 +5873,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
     static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
-    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->is_viewed,
-                   share);
+    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->v_in_k, share);
 }
 
 /* Views are encoded with their K. */
@@ -6688,7 +6689,7 @@ static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
 /* >>the outlier */
 #define TKVI_NO_OUTLIER TKVI_BLOCK /* its slot */
 #define TKVI_OUTLIER_MOST 63       /* the largest code */
-#define TKVI_DEVIATION_MOST 1023   /* squares of 512 channels then fit 30 bits */
+#define TKVI_DEVIATION_MOST 1023   /* squares of TKV_MAX_HEAD_DIM channels then fit 30 bits */
 #define TKVI_DEVIATION_SIGMA 80    /* a deviation of sigma is 2^(80 / 16) */
 
 /* Step A: the unit of the deviations of a column. */
@@ -6742,12 +6743,13 @@ TKVI_FN uint8_t tkvi_outlier_byte(int code, int head, int p) {
 
 /* Slot and scale: the lowest bits of 15 bytes. A product brings those of eight bytes together. */
 TKVI_FN int tkvi_outlier_head(const uint8_t *row) {
-    const uint64_t low = tkvi_load64(row) & 0x0101010101010101u,
-                   high = tkvi_load64(row + 8) & 0x0101010101010101u;
-    return (int)(low * 0x0102040810204080u >> 56 | high * 0x0102040810204080u >> 56 << 8);
+    const uint64_t low = tkvi_load64(row) & 0x0101010101010101u;
+    const uint64_t high = tkvi_load64(row + 8) & 0x0101010101010101u;
+    return (int)(low * 0x0102040810204080u >> 56 | high * 0x0102040810204080u >> 56 << 8) & 0x7fff;
 }
 
-/* The outlier of a side: slot, or TKVI_NO_OUTLIER; scale; codes (twice) by position. */
+/* The outlier of a side: its slot, or TKVI_NO_OUTLIER; half of its scale, since a byte without bit 0 is twice the code;
+ * its bytes by position. */
 typedef struct tkvi_outlier {
     int slot;
     float half_step;
@@ -6762,7 +6764,7 @@ static tkvi_outlier tkvi_outlier_of(const tkvi_side *s, const uint8_t *src) {
     o.row = src + s->code_bytes + 2 * (size_t)s->pad;
     if (!s->has_outlier) return o;
     head = tkvi_outlier_head(o.row);
-    o.slot = head & 127;
+    o.slot = tkvi_min(head & 127, TKVI_NO_OUTLIER); /* any bytes can come from a store */
     o.half_step = 0.5f * tkvi_log_value(head >> 7, s->top);
     return o;
 }
@@ -24237,7 +24239,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
             share.order = heads[head].order;
             share.mean = heads[head].mean;
             share.importance = heads[head].importance;
-            share.is_viewed = g->v_in_k;
+            share.v_in_k = g->v_in_k;
             tkvi_side_init(&c->record[head].k, k, TKV_K, g->head_dim, cfg->format.group_size, c->tokens,
                            &share);
         }

@@ -3691,7 +3691,7 @@ TKVCU_DEVICE void tkvcu_load_outlier_row(tkvcu_prefill_shared<D, MT> &s, float b
             s.outlier[tid] = (uint16_t)tkvcu_pack_f16x2(
                 by * tkvi_outlier_value(row[tid], 0.5f * tkvi_log_value(head >> 7, side.top), 0.0f), 0.0f);
     }
-    if (tid == 0) s.outlier_slot = head & 127;
+    if (tid == 0) s.outlier_slot = tkvi_min(head & 127, TKVI_NO_OUTLIER);
 }
 
 /* Computes the fp16 scales: in units of 2^x for K, where x is returned, and of 2^u.top for V. u.top grows if

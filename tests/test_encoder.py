@@ -71,7 +71,7 @@ static int get_share(tkvi_share *s, int pad) {
     if (!get(&u)) return 0;
     s->top = (int)u - 1000;
     if (!get(&u)) return 0;
-    s->is_viewed = (int)u;
+    s->v_in_k = (int)u;
     for (i = 0; i < pad; i++) {
         if (!get(&u)) return 0;
         order[i] = (uint8_t)u;

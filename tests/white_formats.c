@@ -698,7 +698,6 @@ TEST(decoded_values_are_unbiased) {
     }
 }
 
-/* Block sizes match the bits in the names of the formats. All head_dim give blocks of whole 64 bytes. */
 /* Slot of the outlier that a block of A has. */
 static int slot_of_outlier(const tkvi_side *s) { return tkvi_outlier_of(s, bytes).slot; }
 
@@ -772,15 +771,16 @@ TEST(which_token_is_the_outlier) {
         encode_and_decode(&s, BLOCK);
         CHECK_EQ(slot_of_outlier(&s), i % 2 ? 17 : 41);
     }
-    o.share.is_viewed = 1;
+    o.share.v_in_k = 1;
     tkvi_side_init(&s, &tkvi_formats[TKV_A30], TKV_K, 64, 64, BLOCK, &o.share);
     CHECK_EQ(s.meta_bytes, 128);
     encode_and_decode(&s, BLOCK);
     CHECK_EQ(slot_of_outlier(&s), TKVI_NO_OUTLIER);
 }
 
+/* Block sizes match the bits in the names of the formats. All head_dim give blocks of whole 64 bytes. */
 TEST(sizes_match_format_names) {
-    static const int heads[] = {64, 128, 256};
+    static const int heads[] = {32, 64, 96, 128, 192, 256};
     int f, i, dim;
     for (f = TKV_A40; f <= TKV_R10; f++)
         for (i = 0; i < COUNT(heads); i++) { /* the bits of the name, and 8 bits per token of V */

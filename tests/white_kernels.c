@@ -200,14 +200,14 @@ static void fill_shared_meta(tkv_rng *rng, const tkvi_side *s, uint8_t *meta, do
     }
 }
 
-/* Fills the row of the outlier: one of the n tokens, or none; any codes. */
+/* Fills the row of the outlier: one of the n tokens, or none, which stores say in many ways; any codes. */
 static void fill_outlier(tkv_rng *rng, const tkvi_side *s, uint8_t *row, int n, double scale) {
-    const int slot = tkv_rng_below(rng, 4) ? tkv_rng_below(rng, n) : TKVI_NO_OUTLIER;
+    const int slot = tkv_rng_below(rng, 4) ? tkv_rng_below(rng, n) : 64 + tkv_rng_below(rng, 64);
     const int head = slot | tkvi_log_code((float)(scale * (0.01 + 0.1 * tkv_rng_uniform(rng))), s->top) << 7;
     int p;
     for (p = 0; p < s->pad; p++) {
         const int code = tkv_rng_below(rng, 2 * TKVI_OUTLIER_MOST + 1) - TKVI_OUTLIER_MOST;
-        row[p] = tkvi_outlier_byte(p < s->dim && slot != TKVI_NO_OUTLIER ? code : 0, head, p);
+        row[p] = tkvi_outlier_byte(p < s->dim ? code : 0, head, p);
     }
 }
 
@@ -281,7 +281,7 @@ static void decode_side(const tkvi_side *s, const uint8_t *src, decoded *d) {
     if (s->has_outlier) {
         const uint8_t *row = src + s->code_bytes + 2 * s->pad;
         const int head = tkvi_outlier_head(row), slot = head & 127;
-        for (j = 0; j < s->pad && slot != TKVI_NO_OUTLIER; j++) { /* its columns do not count */
+        for (j = 0; j < s->pad && slot < TKVI_BLOCK; j++) { /* its columns do not count */
             const int channel = tkvi_channel(s, j), code = (row[j] >> 1) - (row[j] > 127 ? 128 : 0);
             d->scale[slot][channel] = d->level[slot][channel] = d->centre[slot][channel] = 0.0;
             d->zero[slot][channel] =

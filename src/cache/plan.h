@@ -1259,7 +1259,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
             share.order = heads[head].order;
             share.mean = heads[head].mean;
             share.importance = heads[head].importance;
-            share.is_viewed = g->v_in_k;
+            share.v_in_k = g->v_in_k;
             tkvi_side_init(&c->record[head].k, k, TKV_K, g->head_dim, cfg->format.group_size, c->tokens,
                            &share);
         }

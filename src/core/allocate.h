@@ -116,10 +116,10 @@ static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_la
 }
 
 /* >>K */
-/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes. rows:
- * 1 if the outlier token has a row (formats/a.h). */
-static int tkvi_head_budget(int quarters, int dim, int pad, int rows) {
-    return tkvi_max(0, (2 * quarters * dim - (2 + rows) * pad) / 32);
+/* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes.
+ * has_row: 1 if the outlier token has a row (formats/a.h). */
+static int tkvi_head_budget(int quarters, int dim, int pad, int has_row) {
+    return tkvi_max(0, (2 * quarters * dim - (int)tkvi_align_up((size_t)((2 + has_row) * pad))) / 32);
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
@@ -135,23 +135,23 @@ static void tkvi_choose_widths(const tkvi_head *h, int pad, int unit, int budget
 }
 
 /* Equal shares and equal channels: the first channels get the bits that are left over. */
-static void tkvi_share_equally(int quarters, int dim, int pad, int rows, tkvi_tile_counts *tiles) {
+static void tkvi_share_equally(int quarters, int dim, int pad, int has_row, tkvi_tile_counts *tiles) {
     uint8_t importance[TKV_MAX_HEAD_DIM];
     tkvi_head h;
     memset(&h, 0, sizeof h);
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, rows), tiles);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, has_row), tiles);
 }
 
-/* Splits a layer's budget among its heads, at most 4 bits a channel. rows: as in tkvi_head_budget. budget[h]: out,
+/* Splits a layer's budget among its heads, at most 4 bits a channel. has_row: as in tkvi_head_budget. budget[h]: out,
  * tile bits of head h. Two tile bits make 64 bytes, so each head gets an even number. */
-static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int rows,
+static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int dim, int pad, int has_row,
                          int unit, int *budget) {
     int h, odd = 0;
     tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, rows), budget);
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, has_row), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;

@@ -12,7 +12,8 @@
  * are of two kinds:
  *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
  *                     Widths, channel order and table of levels are free. The format writes layout, encode and
- *                     meta; decode is tkvi_decode_tiles.
+ *                     meta; decode is tkvi_decode_tiles. (A has one token a block in a row of its own, formats/a.h: the
+ *                     kernels of K replace its scores.)
  *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
  *                     time. If each token has a grid and a scale, formats/token.h has all three functions.
  *                     kernels/code_rows.inc is faster than decode, for the formats that it supports.
@@ -151,7 +152,8 @@ typedef struct tkvi_codec {
     void (*encode)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride, int n,
                    uint8_t *dst);
     tkvi_decoder decode;
-    /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table.
+    /* Tile formats: value = scale * level + zero, level = code, or levels[code] if the side has a table. For A's
+     * outlier this is a neighbour's value: see tkvi_outlier_of.
      *   K: scale[group][position], groups along tokens, position = place in the channel order
      *   V: scale[group][token], groups along channels
      * NULL for exact formats. */
@@ -189,7 +191,7 @@ typedef struct tkvi_share {
     const uint8_t *order;      /* K: channel at each position (tkvi_order_at) */
     const float *mean;         /* K: static mean at each position, [pad]; fp16 values */
     const uint8_t *importance; /* K: see tkvi_head */
-    int is_viewed;             /* K: 1: V is inside it */
+    int v_in_k;                /* K: 1: V is inside it, so the outlier has no row */
 } tkvi_share;
 
 struct tkvi_grid;
@@ -259,9 +261,9 @@ static void tkvi_put_token(const tkvi_side *s, const tkvi_simd_ops *ops, const f
     if (!tkvi_is_view(s)) s->format->side[s->which].put(s, ops, x, token, dst);
 }
 
-/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. is_viewed: see tkvi_share. */
+/* The side keeps `options`. tabled: 1 in a cache, 0 for a block alone. v_in_k: see tkvi_share. */
 static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int tokens,
-                           const tkv_format_options *options, int tabled, int is_viewed,
+                           const tkv_format_options *options, int tabled, int v_in_k,
                            const tkvi_share *share) {
     memset(s, 0, sizeof *s);
     s->format = format;
@@ -273,7 +275,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
     s->group = (int16_t)options->group_size;
     s->tabled = (int8_t)tabled;
     s->top = TKVI_LOG_TOP_DEFAULT;
-    s->has_outlier = (int8_t)(format->shared && which == TKV_K && !is_viewed);
+    s->has_outlier = (int8_t)(format->shared && which == TKV_K && !v_in_k);
     if (share) {
         s->has_share = 1;
         s->tiles = share->tiles;
@@ -291,8 +293,7 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
     static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
-    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->is_viewed,
-                   share);
+    tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->v_in_k, share);
 }
 
 /* Views are encoded with their K. */

@@ -200,7 +200,7 @@ static void tkvi_encode_k_columns_scalar(tkvi_columns *c) {
 /* >>the outlier */
 #define TKVI_NO_OUTLIER TKVI_BLOCK /* its slot */
 #define TKVI_OUTLIER_MOST 63       /* the largest code */
-#define TKVI_DEVIATION_MOST 1023   /* squares of 512 channels then fit 30 bits */
+#define TKVI_DEVIATION_MOST 1023   /* squares of TKV_MAX_HEAD_DIM channels then fit 30 bits */
 #define TKVI_DEVIATION_SIGMA 80    /* a deviation of sigma is 2^(80 / 16) */
 
 /* Step A: the unit of the deviations of a column. */
@@ -254,12 +254,13 @@ TKVI_FN uint8_t tkvi_outlier_byte(int code, int head, int p) {
 
 /* Slot and scale: the lowest bits of 15 bytes. A product brings those of eight bytes together. */
 TKVI_FN int tkvi_outlier_head(const uint8_t *row) {
-    const uint64_t low = tkvi_load64(row) & 0x0101010101010101u,
-                   high = tkvi_load64(row + 8) & 0x0101010101010101u;
-    return (int)(low * 0x0102040810204080u >> 56 | high * 0x0102040810204080u >> 56 << 8);
+    const uint64_t low = tkvi_load64(row) & 0x0101010101010101u;
+    const uint64_t high = tkvi_load64(row + 8) & 0x0101010101010101u;
+    return (int)(low * 0x0102040810204080u >> 56 | high * 0x0102040810204080u >> 56 << 8) & 0x7fff;
 }
 
-/* The outlier of a side: slot, or TKVI_NO_OUTLIER; scale; codes (twice) by position. */
+/* The outlier of a side: its slot, or TKVI_NO_OUTLIER; half of its scale, since a byte without bit 0 is twice the code;
+ * its bytes by position. */
 typedef struct tkvi_outlier {
     int slot;
     float half_step;
@@ -274,7 +275,7 @@ static tkvi_outlier tkvi_outlier_of(const tkvi_side *s, const uint8_t *src) {
     o.row = src + s->code_bytes + 2 * (size_t)s->pad;
     if (!s->has_outlier) return o;
     head = tkvi_outlier_head(o.row);
-    o.slot = head & 127;
+    o.slot = tkvi_min(head & 127, TKVI_NO_OUTLIER); /* any bytes can come from a store */
     o.half_step = 0.5f * tkvi_log_value(head >> 7, s->top);
     return o;
 }
