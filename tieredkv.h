@@ -5399,9 +5399,10 @@ static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_la
 
 /* >>K */
 /* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes.
- * has_row: 1 if the outlier token has a row (formats/a.h). */
+ * has_row: 1 if the outlier token has a row (formats/a.h). The codes give up the bytes that it adds to a block. */
 static int tkvi_head_budget(int quarters, int dim, int pad, int has_row) {
-    return tkvi_max(0, (2 * quarters * dim - (int)tkvi_align_up((size_t)((2 + has_row) * pad))) / 32);
+    const size_t row = has_row ? tkvi_align_up(3 * (size_t)pad) - tkvi_align_up(2 * (size_t)pad) : 0;
+    return tkvi_max(0, (2 * (quarters * dim - pad) - (int)row) / 32);
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */

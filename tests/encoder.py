@@ -300,7 +300,8 @@ def equal_share(which, quarters, dim):
         return Share(half_bits=quarters // 2)
     pad = round_up(dim, 16)
     tiles = round_up(dim, 4) // 4
-    budget = max(0, (2 * quarters * dim - round_up(3 * pad, 64)) // 32)
+    row = round_up(3 * pad, 64) - round_up(2 * pad, 64)
+    budget = max(0, (2 * (quarters * dim - pad) - row) // 32)
     score = [min(4, dim - 4 * i) for i in range(tiles)]
     steps = sorted((-score[i] - GAINS[b], b, i) for i in range(tiles) for b in range(6))[:budget]
     widths = [sum(i == tile for _, _, i in steps) for tile in range(tiles)]
