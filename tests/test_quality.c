@@ -124,7 +124,7 @@ static void leave_unchanged(float *x, int n) {
 
 /* Compares a rival whose codec changes nothing with the library's exact cache. */
 static void check_exact_attention(int n_heads, int n_kv_heads, int dim, int v_dim) {
-    const rival_kind kind = {"exact", RIVAL_APPEND, 0, leave_unchanged, 32, 0};
+    const rival_kind kind = {"exact", RIVAL_APPEND, 0, leave_unchanged, 32, 0, 0, 0};
     const llama_model m = make_model(n_heads, n_kv_heads, dim, v_dim);
     const int total = 700, chunk = RIVAL_CHUNK;
     float *q = (float *)malloc((size_t)(chunk * n_heads * (dim + 2 * v_dim)) * sizeof *q);
@@ -253,6 +253,93 @@ TEST(hf_pages) {
     CHECK_NEAR(rival_bytes(r->kind, &m, 300, 0), 256 * 2 * (16 + 4) + 44 * 256, 0);
     CHECK_NEAR(rival_bits(rival_find("hf-int4"), &m), 4.5, 1e-9);
     rival_destroy(r);
+}
+
+/* Error of TurboQuant on normal values: that of the quantizers of Max, table I, and of the norm. */
+TEST(turboquant_rival) {
+    static const struct {
+        const char *name;
+        double error, bits;
+    } known[3] = {{"turbo4", 0.009497, 4.25}, {"turbo3", 0.03454, 3.25}, {"turbo2", 0.1175, 2.25}};
+    const llama_model m = make_model(1, 1, 64, 64);
+    tkv_rng rng = tkv_rng_seed(5);
+    int i, c, t;
+    for (i = 0; i < 3; i++) {
+        const rival_kind *kind = rival_find(known[i].name);
+        double error = 0, size = 0;
+        for (t = 0; t < 500; t++) {
+            float x[256], y[256];
+            tkv_rng_fill(&rng, x, 256, t % 2 ? 0.01 : 30.0);
+            memcpy(y, x, sizeof y);
+            kind->row(y, 256);
+            for (c = 0; c < 256; c++) {
+                error += pow((double)x[c] - (double)y[c], 2) / (t % 2 ? 1e-4 : 900.0);
+                size += pow((double)x[c], 2) / (t % 2 ? 1e-4 : 900.0);
+            }
+        }
+        CHECK_NEAR(error / size / known[i].error, 1, 0.03);
+        CHECK_NEAR(rival_bits(kind, &m), known[i].bits, 1e-6);
+    }
+}
+
+/* Mean squared error of KVarN relative to the values' squares, on tiles that its authors' reference has coded too (api_test.py of
+ * their repository): 64 x 128 and 128 x 64, whose rows and columns have scales of their own. */
+TEST(kvarn_matches_the_authors) {
+    static const double known[4] = {0.21622920, 0.18716718, 0.0088612754, 0.0074551734};
+    static rival_tile t;
+    static float x[RIVAL_PAGE * 64];
+    const llama_model m = make_model(1, 1, 64, 64);
+    uint32_t z = 12345;
+    int number, i, k;
+    for (number = 0; number < 4; number++) {
+        float by_row[256], by_column[256];
+        double error = 0, size = 0;
+        t.rows = number % 2 ? RIVAL_PAGE : 64;
+        t.columns = number % 2 ? 64 : RIVAL_PAGE;
+        for (i = 0; i < 256; i++) {
+            z = z * 1664525u + 1013904223u;
+            by_row[i] = expf(((float)(z >> 8) / 16777216.0f - 0.5f) * 3);
+            z = z * 1664525u + 1013904223u;
+            by_column[i] = expf(((float)(z >> 8) / 16777216.0f - 0.5f) * 2);
+        }
+        for (i = 0; i < RIVAL_PAGE * 64; i++) {
+            float sum = -6;
+            for (k = 0; k < 12; k++) {
+                z = z * 1664525u + 1013904223u;
+                sum += (float)(z >> 8) / 16777216.0f;
+            }
+            x[i] = t.x[i] = rival_half(sum * by_row[i / t.columns] * by_column[i % t.columns]);
+        }
+        rival_code_tile(&t, number < 2 ? 2 : 4);
+        for (i = 0; i < RIVAL_PAGE * 64; i++) {
+            error += pow((double)x[i] - (double)t.x[i], 2);
+            size += pow((double)x[i], 2);
+        }
+        CHECK_NEAR(error / size / known[number], 1, 0.002);
+    }
+    CHECK_NEAR(rival_bits(rival_find("kvarn-k4v2"), &m), (4.5 + 2.625) / 2, 1e-6);
+}
+
+/* The first tile of 128 tokens behind the sinks is coded when it is full. */
+TEST(kvarn_tiles) {
+    const llama_model m = make_model(1, 1, 64, 64);
+    rival *open = make_fed_rival("kvarn-k2v2", &m, 4 + 127),
+          *full = make_fed_rival("kvarn-k2v2", &m, 4 + 128);
+    rival_side a, b;
+    int t, c, n_different = 0;
+    REQUIRE(open && full);
+    for (t = 0; t < 4 + 127; t++)
+        for (c = 0; c < 64; c++) {
+            a = rival_side_of(open, TKV_K, 0, 0), b = rival_side_of(full, TKV_K, 0, 0);
+            if (t < 4)
+                CHECK_NEAR(a.p[(size_t)t * a.token + (size_t)c * a.channel],
+                           b.p[(size_t)t * b.token + (size_t)c * b.channel], 0);
+            n_different += fabsf(a.p[(size_t)t * a.token + (size_t)c * a.channel] -
+                                 b.p[(size_t)t * b.token + (size_t)c * b.channel]) > 0;
+        }
+    CHECK_LE(127 * 64 * 9 / 10, n_different);
+    rival_destroy(open);
+    rival_destroy(full);
 }
 
 TEST(kitty_rival) {
@@ -485,6 +572,9 @@ int main(int argc, char **argv) {
     RUN(attention_is_exact);
     RUN(streaming_rival);
     RUN(hf_pages);
+    RUN(turboquant_rival);
+    RUN(kvarn_matches_the_authors);
+    RUN(kvarn_tiles);
     RUN(kitty_rival);
     RUN(age_rival);
     RUN(plan_options);
