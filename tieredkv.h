@@ -24232,7 +24232,7 @@ static void tkvi_share_layout(const tkvi_tables *t, tkvi_layout *c, const tkvi_g
     c->record[0].k.rope = tkvi_undone_rope(k->family, &cfg->format, rope);
     for (head = 1; head < n; head++) c->record[head] = c->record[0];
     if (heads && k->shared) {
-        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, !g->v_in_k, unit, t->split);
+        tkvi_share_k(heads, n, k->bits, g->head_dim, g->k_pad, c->record[0].k.has_outlier, unit, t->split);
         for (head = 0; head < n; head++) {
             tkvi_share share;
             memset(&share, 0, sizeof share);

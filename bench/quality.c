@@ -735,14 +735,13 @@ static int written_token(const float *logits, uint64_t seed) {
     return best;
 }
 
-/* Reads a window without logits, but for those of its last token. */
-static void read_window(subject *s, const window *w, float *logits) {
-    int n;
-    for (; s->n < w->length;) {
-        n = subject_chunk(s, w->length - s->n);
-        subject_read(s, w->tokens + s->n, n, logits, s->n + n == w->length);
+/* Reads n tokens without logits, but for those of the last one. */
+static void read_text(subject *s, const int *tokens, int n, float *logits) {
+    while (s->n < n) {
+        const int chunk = subject_chunk(s, n - s->n);
+        subject_read(s, tokens + s->n, chunk, logits, s->n + chunk == n);
         pthread_mutex_lock(&all.lock);
-        progress(work_of(s->n - n, n));
+        progress(work_of(s->n - chunk, chunk));
         pthread_mutex_unlock(&all.lock);
     }
 }
@@ -760,8 +759,8 @@ static void run_writing(const plan *p, const window *w, result *r) {
     r->kl = (double *)bench_alloc(3 * count * sizeof *r->kl);
     r->loss = r->kl + count;
     r->delta = r->loss + count;
-    read_window(&s, w, mine);
-    read_window(&e, w, row);
+    read_text(&s, w->tokens, w->length, mine);
+    read_text(&e, w->tokens, w->length, row);
     subject_bytes(&s, r);
     for (int i = 0; i < all.write; i++) {
         const uint64_t seed = w->key + ((uint64_t)i << 32);
@@ -789,13 +788,7 @@ static int run_key(const plan *p, const passkey *key) { /* 1: the answer begins 
     subject s = subject_create(p, key->n + 16);
     size_t size = 0;
     int n, len;
-    while (s.n < key->n) {
-        n = subject_chunk(&s, key->n - s.n);
-        subject_read(&s, key->tokens + s.n, n, logits, s.n + n == key->n);
-        pthread_mutex_lock(&all.lock);
-        progress(work_of(s.n - n, n));
-        pthread_mutex_unlock(&all.lock);
-    }
+    read_text(&s, key->tokens, key->n, logits);
     int before = key->tokens[key->n - 1];
     char answer[64];
     int token;

@@ -107,7 +107,6 @@ int main(int argc, char **argv) {
     tkv_destroy(kv);
 
     const int again = n < 448 ? n : 448; /* below the 512 tokens of the first table */
-    o.tables = NULL;
     kv = create(&cfg);
     double short_loss = read_tokens(&model, &cfg, kv, tokens, again, 1, "the beginning, learning");
     print_row("the beginning, learning", kv, again, short_loss);

@@ -18,6 +18,15 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import terminal_svg
 
 
+def compile_example(name, place):
+    """Returns the path of the program."""
+    program = os.path.join(place, name)
+    library = os.path.join(ROOT, os.environ.get("LIBRARY", "examples/tieredkv.c"))  # make test compiled it
+    sources = [os.path.join(ROOT, "examples", name + ".c"), library]
+    subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "-o", program] + sources + ["-lm"])
+    return program
+
+
 class Recall(unittest.TestCase):
     """A model of children's stories knows how "Once upon a" goes on, and nothing else."""
 
@@ -27,10 +36,7 @@ class Recall(unittest.TestCase):
             raise unittest.SkipTest("no " + STORIES)
         cls.place = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.place.cleanup)
-        cls.program = os.path.join(cls.place.name, "generate")
-        library = os.path.join(ROOT, os.environ.get("LIBRARY", "examples/tieredkv.c"))  # make test compiled it
-        sources = [os.path.join(ROOT, "examples", "generate.c"), library]
-        subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "-o", cls.program] + sources + ["-lm"])
+        cls.program = compile_example("generate", cls.place.name)
 
     def generate(self, prompt, *args, status=0):
         run = subprocess.run([self.program, STORIES, "-p", prompt, "-c", "512", "--seed", "3"] + list(args),
@@ -81,11 +87,8 @@ class Tables(unittest.TestCase):
             raise unittest.SkipTest("no " + DEMO)
         cls.place = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.place.cleanup)
-        library = os.path.join(ROOT, os.environ.get("LIBRARY", "examples/tieredkv.c"))
         for name in ("calibrate", "generate"):
-            source = os.path.join(ROOT, "examples", name + ".c")
-            subprocess.check_call([os.environ.get("CC", "cc"), "-O2", "-o", os.path.join(cls.place.name, name), source,
-                                   library, "-lm"])
+            compile_example(name, cls.place.name)
 
     def run_in_place(self, *args):
         return subprocess.run(["./" + args[0]] + list(args[1:]), cwd=self.place.name, stdout=subprocess.PIPE,
