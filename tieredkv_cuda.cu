@@ -2224,9 +2224,9 @@ TKVCU_DEVICE void tkvcu_multiply_k_means(const tkvcu_side &side, float s[NT], co
 template <int D, int NT>
 TKVCU_DEVICE void tkvcu_score_outlier(float s[4][NT][2], const uint8_t *row, const float base[NT], float unit,
                                       const tkvcu_attend_shared<D, NT> &b, const tkvcu_lane &me) {
-    const int head = tkvcu_load_outlier_head(row, me.lane);
-    const int token = (head & 127) - 2 * me.g; /* less the lane's first one */
-    const float half_step = b.k_log[head >> 7] * (0.5f / TKVCU_ROW_MAX), per_unit = tkvcu_rcp(unit);
+    const uint32_t head = __ballot_sync(0xffffffffu, row[me.lane] & 1);
+    const int token = (int)(head & 127u) - 2 * me.g; /* less the lane's first one */
+    const float half_step = b.k_log[head >> 7 & 255u] * (0.5f / TKVCU_ROW_MAX), per_unit = tkvcu_rcp(unit);
     int32_t even[NT][4], odd[NT][4];
     int k, nt, p, i;
     TKVCU_UNROLL
