@@ -385,7 +385,7 @@
  *     F16           hot tier, the default
  *     BF16          hot tier, where values exceed 65504
  *     F32           hot tier, for references
- *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 512 tokens of
+ *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 256 tokens of
  *                   a layer, unless a calibration is loaded.
  *     R40 .. R10    values; the same
  *     Q8            K and V, nearly exact, about half of the bytes of F16
@@ -550,18 +550,18 @@
  *   Small contexts. A cache has costs that do not grow with its tokens. tkv_estimate_memory with one token shows
  *   them: the block of that token, tables, index and work space. A block has room for 64 tokens from its first token
  *   on. The exact part of the default plan is 4 sinks and 64 to 190 tokens. A and R formats code nothing before a
- *   layer has seen 512 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
- *   below about 500 tokens:
+ *   layer has seen 256 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
+ *   below about 300 tokens:
  *     - A loaded calibration (R3): A and R formats then code from their first block on.
  *     - A format that learns nothing, such as KIVI4.
  *     - A shorter tail: hot_tokens = 16 keeps 16 to 142 newest tokens exact.
  *   The ratio is the bytes of plain FP16 / the bytes of the cache. The third row was measured, because an estimate
  *   assumes that no calibration is loaded. For the model in R7:
  *
- *     tokens                                128    192    256    384    512
- *     default plan                          0.90   0.92   0.94   0.95   0.96
- *     KIVI4 behind 16 hot tokens            1.19   1.50   1.73   2.12   2.32
- *     default, calibration, 16 hot tokens   1.15   1.46   1.77   2.16   2.43
+ *     tokens                                128    192    256    320    384    512
+ *     default plan                          0.90   0.92   0.92   1.55   1.75   2.00
+ *     KIVI4 behind 16 hot tokens            1.18   1.50   1.73   1.90   2.12   2.31
+ *     default, calibration, 16 hot tokens   1.14   1.46   1.76   1.94   2.16   2.43
  *
  *   These are tokens that come one by one. A chunk is exact until the next append, so use small chunks.
  *
@@ -603,7 +603,7 @@
  *     tkv_maintain      the same for all sequences, at most max_work blocks, or until your function says stop
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
- *   leaves nothing to the appends. A learning layer makes its tables at 512, 1,024, 2,048 ... tokens, in tkv_maintain
+ *   leaves nothing to the appends. A learning layer makes its tables at 256, 512, 1,024 ... tokens, in tkv_maintain
  *   or in an append. Layers take turns for these as well, and blocks that waited for the first one are coded two by
  *   two. A loaded calibration (R3) avoids both.
  *
@@ -750,11 +750,11 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a new one each time that their number has doubled. Layers take turns,
+ *   after 256 tokens, over all sequences, and a new one each time that their number has doubled. Layers take turns,
  *   so some make a table up to 63 tokens later. Blocks that are due before the first stay in the next better tier until
  *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
  *   compresses from its first block on, and does not learn. tkv_refresh_calibration learns anew, for example after a
- *   change of subject: the next table comes 512 tokens later. tkv_freeze_calibration makes missing tables at once and
+ *   change of subject: the next table comes 256 tokens later. tkv_freeze_calibration makes missing tables at once and
  *   stops learning. examples/calibrate.c writes the tables of a model from any text (make calibrate).
  *
  * Recipe R3: loading a calibration
@@ -2753,10 +2753,10 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  */
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
- *   512 tokens seen        by a layer, over all sequences: its next append makes a table. Blocks that were due
+ *   256 tokens seen        by a layer, over all sequences: its next append makes a table. Blocks that were due
  *                          earlier stay in the next better tier until then. Then each append of a token codes two
  *                          of them.
- *   1,024, 2,048, 4,096 ...   the layer makes a new table for later blocks. Older text counts less in it.
+ *   512, 1,024, 2,048 ...  the layer makes a new table for later blocks. Older text counts less in it.
  * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later. A layer has four
  * tables at most. A fifth takes the place of the one that fewest blocks have, which are coded again. In place, and
  * under a budget below 256 times the bytes of a table, there are two: the second comes at 2,048 tokens and is the last.
@@ -2800,8 +2800,8 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
  *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv);
-/* Learns anew, for example after a change of subject. A layer that has seen 512 tokens since its last table makes the
- * pending one at its next append. The next comes after 512 more, then after 1,024 and so on, as from the start. Call it
+/* Learns anew, for example after a change of subject. A layer that has seen 256 tokens since its last table makes the
+ * pending one at its next append. The next comes after 256 more, then after 512 and so on, as from the start. Call it
  * where the subject changes, not later. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
 TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv);
 /* Samples for tkv_fit_calibration: keys and values of one layer, as a forward pass computes them. */
@@ -25956,7 +25956,7 @@ typedef struct tkvi_seq {
 
 /* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, and a new one each time that their number has
  * doubled (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
-#define TKVI_FIRST_TABLE_TOKENS 512
+#define TKVI_FIRST_TABLE_TOKENS 256
 #define TKVI_LAST_TABLE_TOKENS 2048 /* of a cache that keeps two tables (tkvi_keeps_two_tables) */
 #define TKVI_LEARN_STEPS 16         /* most tokens over which the heads of a table are spread */
 #define TKVI_FAR 128
@@ -28423,7 +28423,7 @@ static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     int head, n = tkvi_geometry_of(kv, layer)->n_kv_heads, high = -(1 << 20);
     for (head = 0; head < n; head++) high = tkvi_max(high, heads[head].reach);
     /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
-     * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
+     * octaves. Differences are halved, because the first tokens are too few to trust them in full (bench/LOG.md). */
     for (head = 0; head < n; head++) {
         heads[head].reach = high <= TKVI_LOG8_NONE / 2 ? 0 : tkvi_max((heads[head].reach - high) / 2, -8 * 6);
         heads[head].k_weight = tkvi_max(heads[head].k_weight, TKVI_LOG8_NONE) + heads[head].reach;
@@ -28622,10 +28622,10 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
  * learn/query_stats.h - statistics of queries, for families of formats that learn from them (tkvi_family). It sums
  * q q^T over the queries of each head group.
  *
- * Attention adds the queries at every fourth position, until the layer has seen TKVI_FIRST_TABLE_TOKENS tokens. The
+ * Attention adds the queries at every fourth position, until the layer has seen TKVI_QUERY_STATS_TOKENS tokens. The
  * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. The families learn their
  * states when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
- * TKVI_FIRST_TABLE_TOKENS.
+ * TKVI_QUERY_STATS_TOKENS.
  *
  * Blocks coded before that use a state of zeros. No block waits, because decoding does not need the state.
  */
@@ -28633,7 +28633,8 @@ static int tkvi_must_wait_for_table(const tkv_cache *kv, int layer, tkv_tier tie
 #define TKVI_LEARN_QUERY_STATS_H
 
 
-#define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
+#define TKVI_QUERY_STATS_EVERY 4    /* positions from one sampled query to the next */
+#define TKVI_QUERY_STATS_TOKENS 512 /* tokens whose queries count */
 
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats.lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
@@ -28649,7 +28650,7 @@ static int tkvi_are_query_states_due(const tkv_cache *kv, int layer) {
     const tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     return TKVI_HAS_QUERY_LEARNERS && kv->tables.plan[layer].query_parts &&
            query_stats->tokens >=
-               tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
+               tkvi_min(TKVI_QUERY_STATS_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
 }
 
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
@@ -28664,8 +28665,8 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
         for (head = 0; head < g->n_kv_heads; head++)
             f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,
                              tkvi_query_state_of(kv, f, layer, head));
-    query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
-    if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
+    query_stats->used = tkvi_min(TKVI_QUERY_STATS_TOKENS, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_QUERY_STATS_TOKENS) query_stats->tokens = -1;
 }
 
 static void tkvi_add_to_count(int *count, int n) {
@@ -31429,7 +31430,7 @@ static size_t tkvi_recode_oldest(tkv_cache *kv, size_t limit, int learns) {
  * are TKVI_VERSIONS of them. So a new table can need the version of old blocks, which are then coded again.
  *
  * Tables are made when the number of tokens has doubled. So the oldest version has few blocks: of 8,192 tokens those of
- * the first table are about 512. Coding them again adds about the error that they have, once.
+ * the first table are about 256. Coding them again adds about the error that they have, once.
  */
 #ifndef TKVI_RECLAIM_VERSIONS_H
 #define TKVI_RECLAIM_VERSIONS_H

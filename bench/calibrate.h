@@ -3,7 +3,7 @@
  *
  *     tables = calibrate(&m, tokens, n, context, NULL, &bytes, &status);   bytes of tkv_save_calibration
  *
- * A cache normally makes its first table after 512 tokens. In an open step the cache demotes nothing and makes no
+ * A cache normally makes its first table after 256 tokens. In an open step the cache demotes nothing and makes no
  * table, but attention still collects statistics, from exact keys and values under any plan. So this function reads
  * each `context` tokens of the text in one open step. tkv_freeze_calibration then makes the tables. Statistics of
  * queries and of far attention come from the whole text. The variance of keys comes from at most 1,024 tokens

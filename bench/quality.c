@@ -65,6 +65,7 @@ static const char usage_of_plans[] =
     "  tables N           loads tables for A and R formats, instead of learning them in each window. They\n"
     "                     are made from the N tokens after the last window, or from the first N tokens of\n"
     "                     --tables-text. FROM:N: from N tokens at FROM\n"
+    "  refresh N          calls tkv_refresh_calibration after N tokens of a window\n"
     "  budget N%          sets cfg.budget.bytes, in percent of the window's FP16 bytes\n"
     "  name NAME          name of the plan in the table\n"
     "Rivals: +h applies a Hadamard transform first. streaming:N keeps N tokens; without N, it keeps as many\n"
@@ -144,6 +145,7 @@ typedef struct plan {
     int is_rival;   /* column `rival` of the CSV; 1 also for rivals built from the library's formats */
     int budget;     /* tokens that StreamingLLM keeps; 0: see fill_budget */
     int percent;    /* byte budget in percent of FP16; 0: none */
+    int refresh;    /* tokens before tkv_refresh_calibration; 0: it is not called */
     lesson *tables; /* NULL: learns tables in each window */
 } plan;
 
@@ -265,6 +267,10 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
         else if (strcmp(word, "tables") == 0) wrong = parse_tables(value, &p->tables);
         else if (strcmp(word, "budget") == 0) wrong = parse_budget(value, p);
         else if (strcmp(word, "name") == 0) strcpy(p->name, value);
+        else if (strcmp(word, "refresh") == 0)
+            wrong = plan_count(value, strlen(value), &p->refresh) && p->refresh > 0
+                        ? NULL
+                        : "refresh= must be a number of tokens";
         else wrong = plan_word(&p->cfg, word, value);
     }
     if (wrong) return wrong;
@@ -650,6 +656,7 @@ static void subject_destroy(subject *s) {
 
 static int subject_chunk(const subject *s, int left) { /* size of the next chunk: see llama_chunk */
     if (s->r) return rival_chunk(s->p->rival, s->n, left);
+    if (s->n < s->p->refresh && s->p->refresh - s->n < left) left = s->p->refresh - s->n;
     return llama_chunk(&s->p->cfg, s->n, left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS);
 }
 
@@ -659,6 +666,8 @@ static void subject_read(subject *s, const int *tokens, int n, float *logits, in
              : llama_forward(&all.model, s->kv, 0, tokens, n, logits, n_logits);
     if (status != TKV_OK) fail("%s, token %d: %s", s->p->name, s->n, tkv_get_status_text(status));
     s->n += n;
+    if (s->kv && s->n == s->p->refresh && tkv_refresh_calibration(s->kv) != TKV_OK)
+        fail("%s: %s", s->p->name, tkv_get_last_error(s->kv));
 }
 
 static void subject_bytes(const subject *s, result *r) {

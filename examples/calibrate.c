@@ -106,7 +106,7 @@ int main(int argc, char **argv) {
     print_row("while learning", kv, n, loss);
     tkv_destroy(kv);
 
-    const int again = n < 448 ? n : 448; /* below the 512 tokens of the first table */
+    const int again = n < 250 ? n : 250; /* below the 256 tokens of the first table */
     kv = create(&cfg);
     double short_loss = read_tokens(&model, &cfg, kv, tokens, again, 1, "the beginning, learning");
     print_row("the beginning, learning", kv, again, short_loss);

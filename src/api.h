@@ -1564,10 +1564,10 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
  */
 /* >>calibration. The A and R formats give more bits to the channels and heads that attention reads most. The cache
  * learns the necessary statistics while it runs:
- *   512 tokens seen        by a layer, over all sequences: its next append makes a table. Blocks that were due
+ *   256 tokens seen        by a layer, over all sequences: its next append makes a table. Blocks that were due
  *                          earlier stay in the next better tier until then. Then each append of a token codes two
  *                          of them.
- *   1,024, 2,048, 4,096 ...   the layer makes a new table for later blocks. Older text counts less in it.
+ *   512, 1,024, 2,048 ...  the layer makes a new table for later blocks. Older text counts less in it.
  * Where tokens come one by one, layers take turns, so some make these tables up to 63 tokens later. A layer has four
  * tables at most. A fifth takes the place of the one that fewest blocks have, which are coded again. In place, and
  * under a budget below 256 times the bytes of a table, there are two: the second comes at 2,048 tokens and is the last.
@@ -1611,8 +1611,8 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
  *   TKV_ERR_STATE   a layer without a table holds no such token besides sinks, or a step is open
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM */
 TKV_API tkv_status tkv_freeze_calibration(tkv_cache *kv);
-/* Learns anew, for example after a change of subject. A layer that has seen 512 tokens since its last table makes the
- * pending one at its next append. The next comes after 512 more, then after 1,024 and so on, as from the start. Call it
+/* Learns anew, for example after a change of subject. A layer that has seen 256 tokens since its last table makes the
+ * pending one at its next append. The next comes after 256 more, then after 512 and so on, as from the start. Call it
  * where the subject changes, not later. Errors: TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_STATE. */
 TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv);
 /* Samples for tkv_fit_calibration: keys and values of one layer, as a forward pass computes them. */

@@ -383,7 +383,7 @@
  *     F16           hot tier, the default
  *     BF16          hot tier, where values exceed 65504
  *     F32           hot tier, for references
- *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 512 tokens of
+ *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 256 tokens of
  *                   a layer, unless a calibration is loaded.
  *     R40 .. R10    values; the same
  *     Q8            K and V, nearly exact, about half of the bytes of F16
@@ -548,18 +548,18 @@
  *   Small contexts. A cache has costs that do not grow with its tokens. tkv_estimate_memory with one token shows
  *   them: the block of that token, tables, index and work space. A block has room for 64 tokens from its first token
  *   on. The exact part of the default plan is 4 sinks and 64 to 190 tokens. A and R formats code nothing before a
- *   layer has seen 512 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
- *   below about 500 tokens:
+ *   layer has seen 256 tokens. Up to there, the default plan takes more bytes than plain FP16. Three things help
+ *   below about 300 tokens:
  *     - A loaded calibration (R3): A and R formats then code from their first block on.
  *     - A format that learns nothing, such as KIVI4.
  *     - A shorter tail: hot_tokens = 16 keeps 16 to 142 newest tokens exact.
  *   The ratio is the bytes of plain FP16 / the bytes of the cache. The third row was measured, because an estimate
  *   assumes that no calibration is loaded. For the model in R7:
  *
- *     tokens                                128    192    256    384    512
- *     default plan                          0.90   0.92   0.94   0.95   0.96
- *     KIVI4 behind 16 hot tokens            1.19   1.50   1.73   2.12   2.32
- *     default, calibration, 16 hot tokens   1.15   1.46   1.77   2.16   2.43
+ *     tokens                                128    192    256    320    384    512
+ *     default plan                          0.90   0.92   0.92   1.55   1.75   2.00
+ *     KIVI4 behind 16 hot tokens            1.18   1.50   1.73   1.90   2.12   2.31
+ *     default, calibration, 16 hot tokens   1.14   1.46   1.76   1.94   2.16   2.43
  *
  *   These are tokens that come one by one. A chunk is exact until the next append, so use small chunks.
  *
@@ -601,7 +601,7 @@
  *     tkv_maintain      the same for all sequences, at most max_work blocks, or until your function says stop
  *   Call tkv_maintain in an idle moment, with as many blocks as fit into it. What it leaves is coded by the appends.
  *   Under a budget it goes on until a tenth of the bytes is free. max_work of twice the number of layers per token
- *   leaves nothing to the appends. A learning layer makes its tables at 512, 1,024, 2,048 ... tokens, in tkv_maintain
+ *   leaves nothing to the appends. A learning layer makes its tables at 256, 512, 1,024 ... tokens, in tkv_maintain
  *   or in an append. Layers take turns for these as well, and blocks that waited for the first one are coded two by
  *   two. A loaded calibration (R3) avoids both.
  *
@@ -748,11 +748,11 @@
  * 10. QUALITY
  *
  *   Calibration. A and R formats learn which channels and heads attention reads most. A layer makes a first table
- *   after 512 tokens, over all sequences, and a new one each time that their number has doubled. Layers take turns,
+ *   after 256 tokens, over all sequences, and a new one each time that their number has doubled. Layers take turns,
  *   so some make a table up to 63 tokens later. Blocks that are due before the first stay in the next better tier until
  *   then. tkv_save_calibration gives the tables as bytes, which are the same on every machine. A cache that loads them
  *   compresses from its first block on, and does not learn. tkv_refresh_calibration learns anew, for example after a
- *   change of subject: the next table comes 512 tokens later. tkv_freeze_calibration makes missing tables at once and
+ *   change of subject: the next table comes 256 tokens later. tkv_freeze_calibration makes missing tables at once and
  *   stops learning. examples/calibrate.c writes the tables of a model from any text (make calibrate).
  *
  * Recipe R3: loading a calibration

@@ -879,7 +879,7 @@ TEST(short_prompts) { /* without a table, the error names the call that helps */
     if (rig_open(&r, &cfg)) {
         std::vector<float> x((size_t)(64 * 2 * 64));
         int n, layer;
-        for (n = 0; n < 384; n += 64)
+        for (n = 0; n < 256; n += 64)
             for (layer = 0; layer < cfg.model.n_layers; layer++) {
                 make_tokens(&r, x.data(), x.data(), 64);
                 CHECK_EQ(tkv_append(r.kv, 0, layer, x.data(), x.data(), 64), TKV_OK);

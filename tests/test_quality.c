@@ -527,7 +527,7 @@ TEST(tables_equal_those_of_the_library) { /* an online cache that demoted nothin
 }
 
 TEST(loaded_tables_apply_at_once) {
-    enum { N = 300 };
+    enum { N = 250 };
     tkv_config plan = tkv_default_config();
     int tokens[N], loaded;
     size_t bytes = 0;
@@ -535,7 +535,7 @@ TEST(loaded_tables_apply_at_once) {
     tkv_status status;
     llama_model m;
     if (!load_demo_model(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
-    CHECK(!plan_three(&plan, "64,64,a20/r15"));
+    CHECK(!plan_three(&plan, "16,64,a20/r15"));
     tables = calibrate(&m, tokens, 100, 32, NULL, &bytes, &status); /* four sequences */
     CHECK_EQ(status, TKV_OK);
     for (loaded = 0; loaded < 2 && tables; loaded++) {

@@ -222,7 +222,7 @@ static const contents all_exact = {{900, 64, 700}, TKV_F32, TKV_BF16, TKV_F16, 0
 static const contents mixed = {{1900, 1000, 1}, TKV_BF16, TKV_Q8, TKV_KIVI3, 0, 0, 0, 0};
 static const contents few_tokens = {{140, 9, 1}, TKV_F32, TKV_F32, TKV_F32, 0, 0, 0, 0};
 static const contents shared = {{800, 333, 90}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0, 0};
-static const contents no_table_yet = {{400, 90, 20}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0, 0};
+static const contents no_table_yet = {{200, 44, 10}, TKV_F16, TKV_F16, TKV_F16, 1, 0, 0, 0};
 static const contents metered = {{800, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 1, 0, 0};
 static const contents offloaded = {{1200, 333, 90}, TKV_F16, TKV_KIVI4, TKV_KIVI2, 0, 0, 0, 1};
 static const contents metered_shared = {{900, 333, 90}, TKV_F32, TKV_F16, TKV_F16, 1, 1, 0, 0};
@@ -327,8 +327,8 @@ static void *run_caller(void *arg) {
         tkv_status st;
         c->n_errors += make_call(c->kv, which, c->q, c->o) != TKV_OK;
         c->n_wrong += !is_same_output(c->o, &c->want[which]);
-        c->n_errors += tkv_read(c->kv, 0, 0, 40 * i, 1, k, NULL) != TKV_OK;
-        st = tkv_get_importance(c->kv, 0, 0, 30 * i, 100, weights, NULL);
+        c->n_errors += tkv_read(c->kv, 0, 0, 40 * i % c->tokens, 1, k, NULL) != TKV_OK;
+        st = tkv_get_importance(c->kv, 0, 0, 30 * i % (c->tokens - 99), 100, weights, NULL);
         c->n_errors += st != TKV_OK && st != TKV_ERR_CONFIG; /* no scores are collected */
         c->n_errors += tkv_get_length(c->kv, 0, 0) != c->tokens;
         c->n_errors += tkv_get_quality(c->kv, TKV_ALL_LAYERS, &quality) != TKV_OK || quality.top1 > 1.0;
@@ -403,7 +403,7 @@ static size_t save_table(tkv_cache *kv, uint8_t *table) {
     memset(k, 0, sizeof k);
     memset(v, 0, sizeof v);
     CHECK_EQ(n_calibrated_layers(kv), 0);
-    CHECK_EQ(tkv_append(kv, 1, 0, k, v, 2), TKV_OK); /* the 512th token; the next append makes the table */
+    CHECK_EQ(tkv_append(kv, 1, 0, k, v, 2), TKV_OK); /* the 256th token; the next append makes the table */
     CHECK_EQ(tkv_append(kv, 1, 0, k, v, 1), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 1);
     CHECK_EQ(tkv_save_calibration(kv, table, TABLE, &bytes), TKV_OK);

@@ -235,8 +235,8 @@ static int is_all_hot(const tkv_cache *kv, int seq, int layer) {
     return x.tokens[TKV_TIER_WARM] == 0 && x.tokens[TKV_TIER_ARCHIVE] == 0 && x.expired == 0;
 }
 
-TEST(nothing_is_encoded_before_the_512th_token) {
-    static const int chunks[] = {1, 37, 64, 128, 500, 512};
+TEST(nothing_is_encoded_before_the_256th_token) {
+    static const int chunks[] = {1, 37, 64, 128, 250, 256};
     int i, total;
     for (i = 0; i < COUNT(chunks); i++) {
         tkv_config cfg = config(1, 1), kivi_cfg = config_kivi(1, 1);
@@ -323,21 +323,22 @@ TEST(only_one_tier_needs_a_table) {
     memset(layers, 0, sizeof layers);
     layers[0].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
     layers[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    layers[1].warm_tokens = 64;
     cfg.layers = layers;
     kv = create_cache(&cfg);
-    append_layers(kv, 0, 500, 25);
+    append_layers(kv, 0, 250, 5);
     CHECK_EQ(n_calibrated_layers(kv), 0);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
-    CHECK(info.tokens[TKV_TIER_WARM] == 384 && info.tokens[TKV_TIER_ARCHIVE] == 0);
+    CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 0);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
-    CHECK(info.tokens[TKV_TIER_WARM] == 0 && info.tokens[TKV_TIER_ARCHIVE] == 192);
+    CHECK(info.tokens[TKV_TIER_WARM] == 0 && info.tokens[TKV_TIER_ARCHIVE] == 64);
     check_cache_at(kv, "one tier");
-    append_layers(kv, 0, 500, 25);
+    append_layers(kv, 0, 750, 25);
     CHECK_EQ(n_calibrated_layers(kv), 2);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.tokens[TKV_TIER_WARM] == 192 && info.tokens[TKV_TIER_ARCHIVE] == 704);
     CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
-    CHECK(info.tokens[TKV_TIER_WARM] == 128 && info.tokens[TKV_TIER_ARCHIVE] == 704);
+    CHECK(info.tokens[TKV_TIER_WARM] == 64 && info.tokens[TKV_TIER_ARCHIVE] == 768);
     check_table(kv, 0, "archive only");
     check_table(kv, 1, "warm only");
     tkv_destroy(kv);
@@ -542,7 +543,7 @@ TEST(any_shape_makes_a_table) {
 
 TEST(a_flush_makes_a_table) {
     int n;
-    for (n = 1; n < 300; n += n < 8 ? 1 : 67) {
+    for (n = 1; n < FIRST_TABLE; n += n < 8 ? 1 : 67) {
         tkv_config cfg = config(1, 2);
         tkv_cache *kv = create_cache(&cfg);
         tkv_layer_info info;
@@ -603,9 +604,9 @@ TEST(no_table_inside_a_step) {
     tkv_config cfg = config(2, 2), kivi_cfg = config_kivi(2, 2);
     tkv_cache *kv = create_cache(&cfg), *kivi = create_cache(&kivi_cfg);
     int layer, i;
-    append_layers(kv, 0, 400, 100);
-    append_layers(kivi, 0, 400, 100);
-    for (i = 0; i < 2; i++) { /* aborted, then committed with the 512th token inside */
+    append_layers(kv, 0, 200, 100);
+    append_layers(kivi, 0, 200, 100);
+    for (i = 0; i < 2; i++) { /* aborted, then committed with the 256th token inside */
         CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
         CHECK_EQ(tkv_seq_begin(kivi, 0), TKV_OK);
         for (layer = 0; layer < 2; layer++) {
@@ -623,7 +624,7 @@ TEST(no_table_inside_a_step) {
         CHECK_EQ(i ? tkv_seq_commit(kv, 0) : tkv_seq_abort(kv, 0), TKV_OK);
         CHECK_EQ(i ? tkv_seq_commit(kivi, 0) : tkv_seq_abort(kivi, 0), TKV_OK);
         CHECK_EQ(n_calibrated_layers(kv), 0);
-        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), i ? 651 : 400);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), i ? 451 : 200);
         check_cache_at(kv, "step");
     }
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* makes the table and demotes due blocks */
@@ -931,7 +932,7 @@ TEST(heads_with_large_keys_get_more_bits) {
 static tkv_cache *make_learned_cache(const tkv_config *cfg, size_t *bytes) {
     tkv_cache *kv = create_cache(cfg);
     int layer, n;
-    for (n = 0; n < 600; n += 20)
+    for (n = 0; n < 400; n += 20)
         for (layer = 0; layer < cfg->model.n_layers; layer++)
             if (kv->tables.plan[layer].stored_layer == layer) {
                 CHECK_EQ(append_tokens(kv, 0, layer, 20), TKV_OK);
@@ -1161,10 +1162,10 @@ TEST(a_flush_does_not_hurry_a_refresh) {
     tkv_destroy(kv);
 }
 
-/* A refresh lets the next append make the table that is pending, if it has 512 tokens to learn from. The next one comes
- * 512 tokens later, with or without a pending one. */
+/* A refresh lets the next append make the table that is pending, if it has 256 tokens to learn from. The next one comes
+ * 256 tokens later, with or without a pending one. */
 TEST(a_refresh_makes_the_pending_table_first) {
-    static const int pending[] = {700, 511};
+    static const int pending[] = {350, 255};
     int i, n;
     for (i = 0; i < COUNT(pending); i++) {
         tkv_config cfg = config(1, 1);
@@ -1202,6 +1203,7 @@ TEST(a_refresh_learns_a_new_table) {
     int n = 0, version;
     uint8_t *first;
     cfg.tiers.hot.k = TKV_F32;
+    cfg.tiers.warm_tokens = 1024; /* blocks keep their table: none is coded again for the archive */
     kv = make_learned_cache(&cfg, &bytes);
     first = (uint8_t *)malloc(bytes);
     if (!first) exit(2);
@@ -1209,7 +1211,7 @@ TEST(a_refresh_learns_a_new_table) {
     CHECK_EQ(kv->tables.current_version[0], 0);
     CHECK_EQ(tkv_refresh_calibration(kv), TKV_OK);
     CHECK_EQ(n_calibrated_layers(kv), 1); /* the old table stays in use */
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_want, v_want), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 192, k_want, v_want), TKV_OK);
     while (tkv_get_length(kv, 1, 0) < FIRST_TABLE) {
         CHECK_EQ(append_contents(kv, BIASED, 1, 0, 32), TKV_OK);
         CHECK_EQ(kv->tables.current_version[0], 0);
@@ -1219,10 +1221,10 @@ TEST(a_refresh_learns_a_new_table) {
     check_table(kv, 0, "anew");
     CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &bytes), TKV_OK);
     CHECK(memcmp(first, saved, bytes) != 0);
-    CHECK_EQ(tkv_read(kv, 0, 0, 0, 384, k_out, v_out), TKV_OK); /* blocks of the old table keep it */
-    CHECK_MEM(k_out, k_want, 384 * K_ROW * sizeof(float));
-    CHECK_MEM(v_out, v_want, 384 * V_ROW * sizeof(float));
-    while (tkv_get_length(kv, 2, 0) < 400) CHECK_EQ(append_contents(kv, BIASED, 2, 0, 40), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 192, k_out, v_out), TKV_OK); /* blocks of the old table keep it */
+    CHECK_MEM(k_out, k_want, 192 * K_ROW * sizeof(float));
+    CHECK_MEM(v_out, v_want, 192 * V_ROW * sizeof(float));
+    while (tkv_get_length(kv, 2, 0) < 220) CHECK_EQ(append_contents(kv, BIASED, 2, 0, 20), TKV_OK);
     {
         double loss[2];
         measure_losses(kv, BIASED, 2, 0, loss);
@@ -1498,7 +1500,7 @@ TEST(aborted_tokens_do_not_count) {
     tkv_destroy(kv);
     kv = create_cache(&cfg);
     for (round = 0; round < 8; round++) {
-        CHECK_EQ(append_tokens(kv, 0, 0, 200), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 0, 100), TKV_OK);
         CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
         CHECK_EQ(append_tokens(kv, 1, 0, 2000), TKV_OK);
         CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
@@ -1596,7 +1598,7 @@ TEST(tables_from_blocks_before_copies) {
     cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 64;
     cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     kv = create_cache(&cfg);
-    append_layers(kv, 0, 300, 10);
+    append_layers(kv, 0, 190, 10);
     append_layers(kv, 1, 64, 64);
     CHECK_EQ(tkv_seq_copy(kv, 0, 0, 64, 1, 0), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
@@ -1742,7 +1744,7 @@ TEST(squat_makes_factors_in_time) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
-    RUN(nothing_is_encoded_before_the_512th_token);
+    RUN(nothing_is_encoded_before_the_256th_token);
     RUN(sequences_learn_together);
     RUN(later_sequences_do_not_wait);
     RUN(only_one_tier_needs_a_table);

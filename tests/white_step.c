@@ -31,6 +31,7 @@ enum { /* one enum: C++20 warns about arithmetic with two */
 /* >>model */
 typedef struct model_block {
     int start, tier, sink;
+    int version; /* of the table that codes it, at the last comparison; -1: none */
 } model_block;
 
 typedef struct model_layer {
@@ -203,6 +204,7 @@ static void append_to_model(int seq, int layer, const float *k, const float *v, 
         if (!last || last->tier != TKV_TIER_HOT || m->len - last->start == (last->sink ? p->sink : BLOCK)) {
             model_block b;
             b.start = m->len;
+            b.version = -1;
             b.tier = TKV_TIER_HOT;
             b.sink = m->len == 0 && p->sink > 0;
             m->block[m->n++] = b;
@@ -237,6 +239,23 @@ static float error_bound(const model_layer *p, int tier, int side) {
     return sum;
 }
 
+/* A new table can take the version of old blocks, which are then coded again (reclaim/versions.h). Takes the values of
+ * blocks that have another version than at the last comparison from the cache. Their errors are checked below. */
+static void take_recoded(int seq, int layer, int from) {
+    model_list *m = &list[seq][layer];
+    int i, t;
+    for (i = m->first; i < m->n; i++) {
+        model_block *b = &m->block[i];
+        const int version =
+            tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i - m->first])->layout);
+        for (t = b->start; t < block_end(m, i) && b->version >= 0 && b->version != version; t++) {
+            memcpy(m->k_read[t], k_out + (t - from) * K_ROW, sizeof m->k_read[t]);
+            memcpy(m->v_read[t], v_out + (t - from) * V_ROW, sizeof m->v_read[t]);
+        }
+        b->version = version;
+    }
+}
+
 static void compare_with_model(int seq, int layer) {
     const model_list *m = &list[seq][layer];
     const model_layer *p = &plan[layer];
@@ -245,6 +264,7 @@ static void compare_with_model(int seq, int layer) {
     tkv_status st = tkv_read(kv, seq, layer, from, n, k_out, v_out);
     CHECK_CALL(st == TKV_OK, "read of %d from %d: %s", n, from, tkv_get_status_text(st));
     if (st) return;
+    take_recoded(seq, layer, from);
     CHECK_CALL(n == 0 || memcmp(k_out, m->k_read[from], sizeof(float) * K_ROW * (size_t)n) == 0, "K of %d %d",
                seq, layer);
     CHECK_CALL(n == 0 || memcmp(v_out, m->v_read[from], sizeof(float) * V_ROW * (size_t)n) == 0, "V of %d %d",

@@ -110,7 +110,7 @@ typedef struct tkvi_seq {
 
 /* A layer's first table is made from TKVI_FIRST_TABLE_TOKENS tokens, and a new one each time that their number has
  * doubled (learn/statistics.h). A key is far when its block ends TKVI_FAR or more tokens before the query. */
-#define TKVI_FIRST_TABLE_TOKENS 512
+#define TKVI_FIRST_TABLE_TOKENS 256
 #define TKVI_LAST_TABLE_TOKENS 2048 /* of a cache that keeps two tables (tkvi_keeps_two_tables) */
 #define TKVI_LEARN_STEPS 16         /* most tokens over which the heads of a table are spread */
 #define TKVI_FAR 128

@@ -2,10 +2,10 @@
  * learn/query_stats.h - statistics of queries, for families of formats that learn from them (tkvi_family). It sums
  * q q^T over the queries of each head group.
  *
- * Attention adds the queries at every fourth position, until the layer has seen TKVI_FIRST_TABLE_TOKENS tokens. The
+ * Attention adds the queries at every fourth position, until the layer has seen TKVI_QUERY_STATS_TOKENS tokens. The
  * sums are integers under the lock of learn/statistics.h, so they do not depend on threads. The families learn their
  * states when the layer has seen 64 tokens, and again each time the number has doubled, the last time at
- * TKVI_FIRST_TABLE_TOKENS.
+ * TKVI_QUERY_STATS_TOKENS.
  *
  * Blocks coded before that use a state of zeros. No block waits, because decoding does not need the state.
  */
@@ -14,7 +14,8 @@
 
 #include "learn/statistics.h"
 
-#define TKVI_QUERY_STATS_EVERY 4 /* positions from one sampled query to the next */
+#define TKVI_QUERY_STATS_EVERY 4    /* positions from one sampled query to the next */
+#define TKVI_QUERY_STATS_TOKENS 512 /* tokens whose queries count */
 
 /* Adds q q^T of one query [head_dim] that attention has scaled already. The caller holds kv->stats.lock. */
 static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float *q) {
@@ -30,7 +31,7 @@ static int tkvi_are_query_states_due(const tkv_cache *kv, int layer) {
     const tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     return TKVI_HAS_QUERY_LEARNERS && kv->tables.plan[layer].query_parts &&
            query_stats->tokens >=
-               tkvi_min(TKVI_FIRST_TABLE_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
+               tkvi_min(TKVI_QUERY_STATS_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
 }
 
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
@@ -45,8 +46,8 @@ static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
         for (head = 0; head < g->n_kv_heads; head++)
             f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,
                              tkvi_query_state_of(kv, f, layer, head));
-    query_stats->used = tkvi_min(TKVI_FIRST_TABLE_TOKENS, query_stats->tokens);
-    if (query_stats->tokens >= TKVI_FIRST_TABLE_TOKENS) query_stats->tokens = -1;
+    query_stats->used = tkvi_min(TKVI_QUERY_STATS_TOKENS, query_stats->tokens);
+    if (query_stats->tokens >= TKVI_QUERY_STATS_TOKENS) query_stats->tokens = -1;
 }
 
 static void tkvi_add_to_count(int *count, int n) {

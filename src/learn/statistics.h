@@ -209,7 +209,7 @@ static void tkvi_compare_heads(tkv_cache *kv, int layer, int version) {
     int head, n = tkvi_geometry_of(kv, layer)->n_kv_heads, high = -(1 << 20);
     for (head = 0; head < n; head++) high = tkvi_max(high, heads[head].reach);
     /* No head attended to far tokens: equal shares. A head that did not, while others did, gets the minimum, -6
-     * octaves. Differences are halved, because 512 tokens are too few to trust them in full (bench/LOG.md). */
+     * octaves. Differences are halved, because the first tokens are too few to trust them in full (bench/LOG.md). */
     for (head = 0; head < n; head++) {
         heads[head].reach = high <= TKVI_LOG8_NONE / 2 ? 0 : tkvi_max((heads[head].reach - high) / 2, -8 * 6);
         heads[head].k_weight = tkvi_max(heads[head].k_weight, TKVI_LOG8_NONE) + heads[head].reach;

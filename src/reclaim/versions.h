@@ -3,7 +3,7 @@
  * are TKVI_VERSIONS of them. So a new table can need the version of old blocks, which are then coded again.
  *
  * Tables are made when the number of tokens has doubled. So the oldest version has few blocks: of 8,192 tokens those of
- * the first table are about 512. Coding them again adds about the error that they have, once.
+ * the first table are about 256. Coding them again adds about the error that they have, once.
  */
 #ifndef TKVI_RECLAIM_VERSIONS_H
 #define TKVI_RECLAIM_VERSIONS_H
