@@ -154,7 +154,7 @@
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
  *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
- *   anchors    important tokens that stay exact beside the sinks (cfg.tiers.n_anchors)
+ *   anchors    important tokens that stay exact beside the sinks, at most 1024 a layer (cfg.tiers.n_anchors)
  *   sinks      the first sink_tokens tokens. Named sinks: tokens at any index (tkv_seq_set_sinks)
  *   plan       formats and lengths of the tiers, per layer if wanted
  *   ladder     plans from loose to tight, called levels; a cache under a budget goes along them
