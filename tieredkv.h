@@ -156,7 +156,7 @@
  *   format     how a block stores K or V (tkv_format); K and V are chosen separately
  *   tier       HOT: exact - the sinks (first sink_tokens) and the tail (at least hot_tokens newest)
  *              WARM: the warm_tokens before the tail, 4 bits;  ARCHIVE: everything older, 3 or 2 bits
- *   anchors    important tokens that stay exact beside the sinks (cfg.tiers.n_anchors)
+ *   anchors    important tokens that stay exact beside the sinks, at most 1024 a layer (cfg.tiers.n_anchors)
  *   sinks      the first sink_tokens tokens. Named sinks: tokens at any index (tkv_seq_set_sinks)
  *   plan       formats and lengths of the tiers, per layer if wanted
  *   ladder     plans from loose to tight, called levels; a cache under a budget goes along them
@@ -709,9 +709,11 @@
  *   Eviction is the last means, and it is off by default. With SmolLM2 and windows of 4,096 tokens, every policy was
  *   measured with a quarter of the tokens. Its KL divergence is about 9 times that of the default tiers, or more. It
  *   takes more bytes, too. Of five passkeys it finds one at most; the tightest tiers find all five (bench/QUALITY.md,
- *   Dropping tokens). So compress first. Add 16 anchors where bytes are free: the divergence is .0023 instead of
- *   .0032, for 6 % more bytes. Evict from the tiers by a sliding window where old text may be forgotten. The bytes
- *   are then 7.1 times fewer than FP16, the divergence is .0096, and two passkeys are found.
+ *   Dropping tokens). So compress first. Then add anchors, where the model's tokens need not move. In French prose 8
+ *   anchors make the divergence of "balanced" .0021 instead of .0035, for 5 % more bytes: that of "quality", which
+ *   takes 22 % more. Hundreds help less for their bytes: 64 anchors .0016 for 11 %, 256 .0011 for 32 %. Their bytes
+ *   are constant, so they weigh less in longer texts. Evict from the tiers by a sliding window where old text may be
+ *   forgotten. The bytes are then 7.1 times fewer than FP16, the divergence is .0096, and two passkeys are found.
  *
  *   Cost. A cache samples one query in 32 for attention scores: 1.5 to 2.8 % of the time of attention
  *   (build/bench/mass). TOVA, SnapKV and PyramidKV need the newest queries. While decoding, every query is one of
@@ -1657,10 +1659,11 @@ typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot ta
      * (64 i + 32) / n more in the hot and warm tiers together. So some layers keep up to 63 tokens longer. No delay:
      * a length of 0 tokens or without end; n = 1; a cache that was created with a budget.
      *
-     * Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
-     * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
-     * may become an anchor when its block is compressed. A more important token may replace it. Attention then
-     * reads its coded value again. */
+     * Anchors are the n_anchors tokens of a layer with the highest attention scores, at most 1024. They stay exact
+     * beside the sinks. Every layer needs sinks and must have no window. A token may become an anchor when its block
+     * is compressed, unless sequences share the block. A more important token may replace it. Attention then reads
+     * its coded value again. A sequence takes the exact bytes of all n_anchors with its first token, in blocks of at
+     * most 32. Compressing a block reads the scores of all anchors once for each token that becomes one. */
     int n_anchors;
 } tkv_tiers_config;
 
@@ -2012,11 +2015,12 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
  * States that have seen more than n_tokens go. In a hybrid model, ask tkv_seq_find_state first where it can be cut. */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
- * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
- * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
- * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins,
- * named sinks and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all
- * layers have one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * is coded, and only anchors are copied. Each then appends, truncates, pins and evicts for itself, and neither sees
+ * the other's new tokens. The first that appends goes on in the last block, if that is exact and not full. The others
+ * get a copy of it when they append, or begin a new block if it has 48 tokens or more; in place they always get a
+ * copy. Scores, pins, named sinks and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of
+ * dst then says where all layers have one. What dst held before is released, as by tkv_seq_reset. The meter keeps
+ * watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -2026,8 +2030,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 72 bytes a block and layer, with
- *                      eviction, importance or anchors 432 bytes more; or for the list of its states
- * Cost: O(blocks of n_tokens), in all layers. */
+ *                      eviction, importance or anchors 432 bytes more; for its anchors; or for the list of
+ *                      its states
+ * Cost: O(blocks of n_tokens), in all layers; and a copy of the anchors. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
@@ -23023,7 +23028,7 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
 typedef struct tkvi_layout {
     tkv_format_pair pair;
     int key;    /* index into tkvi_derived_config.key */
-    int tokens; /* capacity: 64, or that of the sink block */
+    int tokens; /* capacity: 64, or that of a block of sinks or anchors */
     int n_kv_heads;
     int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
@@ -23051,11 +23056,12 @@ typedef struct tkvi_plan {
     int sink, window; /* tokens; window 0: none */
     /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
     int hot_delay, warm_delay;
-    int sees_sinks;     /* 1: queries see the sinks beyond their window */
-    int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
-    int keeps_sinks;    /* 1: one of these layers sees the sinks beyond its window, so they do not expire */
-    int sink_layout;    /* number of the layout of the sink block */
-    tkvi_tier_spec now; /* tiers at the current level */
+    int sees_sinks;  /* 1: queries see the sinks beyond their window */
+    int kept_window; /* widest window of all layers that read this layer's blocks; 0: no window */
+    int keeps_sinks; /* 1: one of these layers sees the sinks beyond its window, so they do not expire */
+    int sink_layout; /* number of the layout of the sink block */
+    int n_anchor_blocks, anchor_layout; /* blocks of anchors of a list, and the number of their layout */
+    tkvi_tier_spec now;                 /* tiers at the current level */
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
      * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
     int allocates, token_parts, query_parts;
@@ -23064,12 +23070,29 @@ typedef struct tkvi_plan {
     const char *immobile; /* NULL, or why keys cannot move (tkv_seq_shift) */
 } tkvi_plan;
 
+/* Number of blocks that a list of a layer begins with: those of anchors, and that of sinks. */
+static int tkvi_n_front_blocks(const tkvi_plan *p) { return p->n_anchor_blocks + (p->sink > 0); }
+
 /* Do blocks of this layer need a table at some level? */
 static int tkvi_plan_learns(const tkvi_plan *p) {
     return p->allocates || (TKVI_HAS_TOKEN_LEARNERS && p->token_parts);
 }
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
+
+#define TKVI_MAX_ANCHORS 1024
+#define TKVI_ANCHOR_SLOTS 32 /* most anchors of a block: their indices take 32 bits (tkvi_token_meta) */
+
+/* Number of blocks that hold the anchors of a list. */
+static int tkvi_n_anchor_blocks(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT ? (cfg->tiers.n_anchors + TKVI_ANCHOR_SLOTS - 1) / TKVI_ANCHOR_SLOTS : 0;
+}
+
+/* Capacity of each of these blocks. The last one may have more slots than anchors are left. */
+static int tkvi_anchor_capacity(const tkv_config *cfg) {
+    const int n = tkvi_n_anchor_blocks(cfg);
+    return n ? (cfg->tiers.n_anchors + n - 1) / n : 0;
+}
 
 #define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_LAYOUTS 128
@@ -23714,6 +23737,7 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_layout]++;
+    blocks[p->anchor_layout] += p->n_anchor_blocks;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
         blocks[r->key[tier]] += n;
@@ -23784,9 +23808,12 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
     p->now = tier_specs[h->cfg.budget.pressure.min_level];
     p->sink_layout =
-        p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
-                : p->now.layout[TKV_TIER_HOT];
-    fits &= p->sink_layout >= 0;
+        p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink) : p->now.layout[TKV_TIER_HOT];
+    p->n_anchor_blocks = tkvi_n_anchor_blocks(&h->cfg);
+    p->anchor_layout = p->n_anchor_blocks
+                           ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], tkvi_anchor_capacity(&h->cfg))
+                           : p->now.layout[TKV_TIER_HOT];
+    fits &= p->sink_layout >= 0 && p->anchor_layout >= 0;
     h->any_shared |= p->allocates;
     h->token_parts |= p->token_parts;
     h->query_parts |= p->query_parts;
@@ -23923,7 +23950,7 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
     return st;
 }
 
-/* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
+/* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors stand beside the sinks, and they never expire. */
 static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     tkv_format_pair unused[TKV_TIER_COUNT];
     tkv_level none;
@@ -23934,7 +23961,6 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
         if (p.stored_layer < 0) continue;
         if (p.window) return "it must be 0 where a layer has a window";
         if (p.stored_layer == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
-        if (p.sink + cfg->tiers.n_anchors > 32) return "it must be at most 32 less the sinks";
     }
     return NULL;
 }
@@ -24033,7 +24059,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     wrong = tkvi_evict_fault(&cfg->evict, &field, &value);
     if (wrong) return tkvi_bad(reason, size, field, value, wrong);
-    TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
+    TKVI_RANGE_(tiers.n_anchors, 0, TKVI_MAX_ANCHORS, "it must be 1 to 1024, or 0 for none");
     TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {
@@ -24518,7 +24544,7 @@ typedef struct tkvi_block {
 typedef struct tkvi_entry {
     uint32_t block; /* block number; of a free entry, the next free one */
     int start;      /* index of the first token; the entry covers indices up to the start of the next entry */
-    /* bit per slot, oldest first: evicted, removed, truncated, or now an anchor with the sinks */
+    /* bit per slot, oldest first: evicted, removed, truncated, or now in a block of anchors */
     uint64_t evicted_mask;
     uint64_t sink_mask;   /* bit per slot: a live token that the caller named a sink (step/sinks.h) */
     uint32_t next_holder; /* ring of the entries that hold the block */
@@ -24531,17 +24557,21 @@ typedef struct tkvi_entry {
     uint8_t end_slot;   /* not 0: slots from here on too, so indices up to the next entry have no token */
     uint8_t tier;       /* tier of the block in this list (tkvi_tier_at) */
     uint8_t is_first;   /* 1 for one entry of each ring: what counts a block once counts it with this entry */
-    uint8_t in_use;     /* 0: this entry is free */
+    uint8_t has_anchors; /* 1: its tokens are anchors, which can have any index (reclaim/anchors.h) */
+    uint8_t in_use;      /* 0: this entry is free */
 } tkvi_entry;
 
 /* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_index) */
+    union {                             /* of a packed block (tkvi_slot_index) */
+        uint16_t after_start[64];       /* indices, less the start of the entry */
+        int32_t any[TKVI_ANCHOR_SLOTS]; /* has_anchors: indices */
+    } index;
     uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
     uint64_t pinned_mask;    /* bits: these tokens are never evicted */
     uint64_t temporary_mask; /* bits: these tokens stay while the list is shorter than temporary_until */
-    uint64_t
-        anchored_mask; /* bits, also in evicted_mask: exact in the sink block; the slot here stays reserved */
+    /* bits, also in evicted_mask: exact in a block of anchors; the slot here stays reserved */
+    uint64_t anchored_mask;
     uint64_t victim_mask; /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
     int temporary_until;  /* end of the temporary pins, a length of the list */
     int score_step;       /* length of the list when `scores` were last updated */
@@ -24894,6 +24924,7 @@ static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start, int shift
     e->n_packed = 0;
     e->first_slot = e->end_slot = 0;
     e->tier = TKV_TIER_HOT;
+    e->has_anchors = 0;
     tkvi_new_block(pool, id, layout, start + shift);
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     return id;
@@ -25876,11 +25907,13 @@ typedef enum tkvi_search {
     TKVI_SEARCH_COUNT
 } tkvi_search;
 
-/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens from its
- * start up to the start of block i + 1. */
+/* Blocks of one layer of one sequence: [anchors][sinks][archive][warm][hot]. Behind the anchors they are in order,
+ * oldest first, and block i holds the tokens from its start up to the start of block i + 1. Blocks of anchors have
+ * start 0, and the tokens that they list. */
 typedef struct tkvi_list {
     int n;                    /* blocks */
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
+    int anchors;              /* blocks of anchors; the count of sinks has them too */
     int len;                  /* tokens ever appended */
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
@@ -25908,6 +25941,7 @@ static void tkvi_take_from_count(int *count, int from, int first, int end) {
 static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     const int sinks = list->sinks, archive = list->archive;
     int s;
+    tkvi_take_from_count(&list->anchors, 0, first, end);
     tkvi_take_from_count(&list->sinks, 0, first, end);
     tkvi_take_from_count(&list->archive, sinks, first, end);
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
@@ -26148,16 +26182,17 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
-/* Index of the block that covers a position. -1: the position is past the end or has expired. */
+/* Index of the block that covers a position. -1: the position is past the end or has expired. Blocks of anchors cover
+ * none. */
 static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = 0, high = list->n;
+    int low = list->anchors, high = list->n;
     if (position >= list->len) return -1;
     while (low < high) { /* finds the first block that starts after it */
         const int mid = low + (high - low) / 2;
         if (tkvi_block_start(kv, ids, mid) > position) high = mid;
         else low = mid + 1;
     }
-    return low - 1;
+    return low > list->anchors ? low - 1 : -1;
 }
 
 /* Position of the token with an index, also if it is gone. It is in the list. */
@@ -26235,28 +26270,17 @@ static int tkvi_has_all_slots(const tkvi_entry *e) {
     return !e->evicted_mask && !e->first_slot && !e->n_packed;
 }
 
-/* 1 if each position of this entry takes two elements of `positions` (32 bits). That is so in a sinks' block with
- * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
-static int tkvi_has_long_positions(const tkv_cache *kv, uint32_t id) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
-           kv->tables.layout[tkvi_block_of(kv, id)->layout].tokens < TKVI_BLOCK;
-}
-
 /* Position of the token in a slot of entry `id`. */
 static int tkvi_slot_index(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_entry *e = &kv->pool.entry[id];
-    int32_t at;
     if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot - e->first_slot;
-    if (!tkvi_has_long_positions(kv, id)) return e->start + kv->pool.token_meta[id].positions[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
-    return at;
+    return e->has_anchors ? kv->pool.token_meta[id].index.any[slot]
+                          : e->start + kv->pool.token_meta[id].index.after_start[slot];
 }
 
 static void tkvi_set_slot_index(tkv_cache *kv, uint32_t id, int slot, int position) {
-    const int32_t at = position;
-    if (tkvi_has_long_positions(kv, id))
-        memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
-    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - kv->pool.entry[id].start);
+    if (kv->pool.entry[id].has_anchors) kv->pool.token_meta[id].index.any[slot] = position;
+    else kv->pool.token_meta[id].index.after_start[slot] = (uint16_t)(position - kv->pool.entry[id].start);
 }
 
 /* The position from which the tokens of a list stay exact: the start of its last append. While the next append is in
@@ -26291,9 +26315,7 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_index_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return TKVI_HAS_EVICT && kv->pool.entry[ids[i]].n_packed && tkvi_has_long_positions(kv, ids[i])
-               ? list->len
-               : tkvi_block_end(kv, list, ids, i);
+    return i < list->anchors ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
@@ -26310,7 +26332,8 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t f
     if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(moved_mask >> t & 1)) continue;
-        dst->positions[slot] = (uint16_t)(tkvi_slot_index(kv, from, t) - start); /* slot <= t if from == to */
+        dst->index.after_start[slot] =
+            (uint16_t)(tkvi_slot_index(kv, from, t) - start); /* slot <= t if from == to */
         dst->scores[slot] = src->scores[t];
         dst->pinned_mask |= (pinned >> t & 1) << slot;
         dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
@@ -26338,7 +26361,7 @@ static int tkvi_has_no_source(const tkv_cache *kv, const tkvi_block *b) {
     return tkvi_is_discarded(b) && !kv->tables.cfg.recompute.compute;
 }
 
-/* The tier that block i of a list is counted in. Sinks count as hot. */
+/* The tier that block i of a list is counted in. Sinks and anchors count as hot. */
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
@@ -26883,7 +26906,8 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
                                        tkvi_in_place_sizes *sizes) {
     const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
     const int64_t list_blocks =
-        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived);
+        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived) +
+        tkvi_n_anchor_blocks(&derived->cfg);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
     size_t without_pages = 0, lists, states;
@@ -26946,6 +26970,13 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
     return n;
 }
 
+/* Adds the blocks in front of n lists of a layer. */
+static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
+                                  int64_t *slots) {
+    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
+    if (p->n_anchor_blocks) slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+}
+
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
  * page that is not full, and one block exists twice. */
 static int64_t tkvi_pages_for_changes(const tkvi_derived_config *derived, const int64_t *slots) {
@@ -26979,10 +27010,10 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
         if (p.stored_layer != i) continue;
         tkvi_compute_most_blocks(&derived->cfg, &p, most);
         memset(of_list, 0, sizeof of_list);
-        n_of_list = (p.sink > 0) + tkvi_add_costliest_blocks(derived, &p, most, of_list);
-        if (p.sink) of_list[derived->class_of[p.sink_layout]]++;
-        if (p.sink) apart[derived->class_of[p.sink_layout]] += n_seqs;
-        if (p.sink) waiting[derived->class_of[p.sink_layout]] += n_seqs;
+        n_of_list = tkvi_n_front_blocks(&p) + tkvi_add_costliest_blocks(derived, &p, most, of_list);
+        tkvi_add_front_blocks(derived, &p, 1, of_list);
+        tkvi_add_front_blocks(derived, &p, n_seqs, apart);
+        tkvi_add_front_blocks(derived, &p, n_seqs, waiting);
         for (c = 0; c < derived->n_classes; c++) full[c] += of_list[c] * n_seqs;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             apart[derived->class_of[p.now.key[tier]]] += most[tier] * n_seqs;
@@ -27002,7 +27033,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     sizes->page_cap = tkvi_cap_for(sizes->pages);
     sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(derived) + derived->n_classes);
     sizes->list_cap =
-        tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived));
+        tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived) +
+                     tkvi_n_anchor_blocks(&derived->cfg));
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
@@ -29897,14 +29929,14 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
 /* ======== reclaim/anchors.h ======== */
 /*
  * reclaim/anchors.h - anchors: the tokens of a layer with the highest attention scores stay exact. When the block
- * of such a token is recoded, the token is copied to the sinks' block. H2O (arXiv 2306.14048) selects tokens by
+ * of such a token is recoded, the token is copied to a block of anchors. H2O (arXiv 2306.14048) selects tokens by
  * attention. The idea to demote the least important tokens rather than the oldest is from akv-cache.
  *
- *     sinks' block  [s s s s | a b . .]      n_anchors slots after the sinks, each with a position of its own
- *     recoded       [. . A . . .][. B . .]   A, B: marked in evicted_mask and anchored_mask, attention reads a and b
+ *     anchors     [A D . .][B C . .]               in front of the list; each slot has an index of its own
+ *     recoded     [. . A . . .][. B C . . .][D ..] marked in evicted_mask and anchored_mask; attention reads the copies
  *
  * A token with a higher score replaces the anchor with the lowest one. Attention then reads the replaced token from
- * its recoded slot again.
+ * its recoded slot again. A list gets all its blocks of anchors with its first token, so later nothing can fail.
  */
 #ifndef TKVI_RECLAIM_ANCHORS_H
 #define TKVI_RECLAIM_ANCHORS_H
@@ -29930,8 +29962,8 @@ static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint3
     return t < n ? t : -1;
 }
 
-/* Finds a live token. Returns the index of its block and sets *slot. An anchored token is found in the sinks'
- * block, which has index 0. -1: the position has no live token. */
+/* Finds a live token. Returns the index of its block and sets *slot. An anchored token is found in a block of anchors.
+ * -1: the position has no live token. */
 static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position,
                            int *slot) {
     int i = tkvi_block_at(kv, list, ids, position);
@@ -29940,7 +29972,7 @@ static int tkvi_find_token(const tkv_cache *kv, const tkvi_list *list, const uin
     if (TKVI_HAS_EVICT && *slot >= 0 && kv->pool.token_meta &&
         kv->pool.token_meta[ids[i]].anchored_mask >> *slot & 1) {
         i = 0;
-        *slot = tkvi_place_in(kv, list, ids, 0, position);
+        while ((*slot = tkvi_place_in(kv, list, ids, i, position)) < 0 && i + 1 < list->anchors) i++;
     }
     return *slot >= 0 && !(kv->pool.entry[ids[i]].evicted_mask >> *slot & 1) ? i : -1;
 }
@@ -29957,26 +29989,37 @@ static void tkvi_list_positions(tkv_cache *kv, const tkvi_list *list, const uint
     e->end_slot = 0;
 }
 
-/* Undoes the anchor in this slot of the sinks' block: attention reads its token from the recoded block again. The
- * token takes its attention score back with it. The caller reuses the slot. */
-static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int position = tkvi_slot_index(kv, ids[0], slot), i = tkvi_block_at(kv, list, ids, position);
-    const int t = i > 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
+/* A slot of a block of anchors. */
+typedef struct tkvi_anchor_slot {
+    int block, slot; /* block: index in the list; -1: none */
+    int is_free;     /* 1: it has no anchor */
+    float score;     /* attention score of its anchor */
+} tkvi_anchor_slot;
+
+/* Undoes the anchor in a slot: attention reads its token from the recoded block again. The token takes its attention
+ * score back with it. The caller reuses the slot. */
+static void tkvi_remove_anchor(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                               const tkvi_anchor_slot *at) {
+    const uint32_t id = ids[at->block];
+    const int position = tkvi_slot_index(kv, id, at->slot), i = tkvi_block_at(kv, list, ids, position);
+    const int t = i >= 0 ? tkvi_place_in(kv, list, ids, i, position) : -1;
     tkvi_token_meta *token_meta;
     if (t < 0) return;
     token_meta = &kv->pool.token_meta[ids[i]];
     if (!(token_meta->anchored_mask >> t & 1)) return;
     token_meta->anchored_mask &= ~((uint64_t)1 << t);
     kv->pool.entry[ids[i]].evicted_mask &= ~((uint64_t)1 << t);
-    tkvi_align_steps(kv, ids[0], ids[i]);
-    token_meta->scores[t] = kv->pool.token_meta[ids[0]].scores[slot];
+    tkvi_align_steps(kv, id, ids[i]);
+    token_meta->scores[t] = kv->pool.token_meta[id].scores[at->slot];
 }
 
-/* Makes the token in slot t of block i an anchor: copies it to `slot` of the sinks' block. Block i must still be
- * exact. Its slot t is marked as anchored, and attention does not read it. */
-static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, int slot) {
+/* Makes the token in slot t of block i an anchor: copies it to a slot without one. Block i must still be exact. Its
+ * slot t is marked as anchored, and attention does not read it. */
+static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, const tkvi_anchor_slot *at) {
     const tkvi_simd_ops *help = kv->kernels->simd_ops;
-    tkvi_block *to = tkvi_block_of(kv, ids[0]), *from = tkvi_block_of(kv, ids[i]);
+    const uint32_t id = ids[at->block];
+    tkvi_entry *e = &kv->pool.entry[id];
+    tkvi_block *to = tkvi_block_of(kv, id), *from = tkvi_block_of(kv, ids[i]);
     const tkvi_layout *a = &kv->tables.layout[to->layout], *b = &kv->tables.layout[from->layout];
     uint8_t *dst = tkvi_block_bytes(&kv->pool, to);
     const uint8_t *src = tkvi_block_bytes(&kv->pool, from);
@@ -29985,72 +30028,78 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, in
     for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
         tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
-        tkvi_put_token(&r->k, help, row, slot, dst + r->at);
+        tkvi_put_token(&r->k, help, row, at->slot, dst + r->at);
         tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
-        tkvi_put_token(&r->v, help, row, slot, dst + r->at + r->v_at);
+        tkvi_put_token(&r->v, help, row, at->slot, dst + r->at + r->v_at);
     }
-    tkvi_set_slot_index(kv, ids[0], slot, tkvi_slot_index(kv, ids[i], t));
-    kv->pool.entry[ids[0]].evicted_mask &= ~((uint64_t)1 << slot);
-    kv->pool.token_meta[ids[0]].scores[slot] = kv->pool.token_meta[ids[i]].scores[t];
+    for (; e->n_packed <= at->slot; e->n_packed++) { /* slots between have no token */
+        tkvi_set_slot_index(kv, id, e->n_packed, 0);
+        e->evicted_mask |= (uint64_t)1 << e->n_packed;
+    }
+    tkvi_set_slot_index(kv, id, at->slot, tkvi_slot_index(kv, ids[i], t));
+    tkvi_align_steps(kv, id, ids[i]);
+    e->evicted_mask &= ~((uint64_t)1 << at->slot);
+    kv->pool.token_meta[id].scores[at->slot] = kv->pool.token_meta[ids[i]].scores[t];
     kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
     kv->pool.token_meta[ids[i]].anchored_mask |= (uint64_t)1 << t;
 }
 
-/* 1 if the anchor in this slot of the sinks' block has no other copy, because the block of its token is discarded. */
-static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int slot) {
-    const int i = tkvi_block_at(kv, list, ids, tkvi_slot_index(kv, ids[0], slot));
-    return i > 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[i]));
+/* 1 if the anchor in this slot has no other copy, because the block of its token is discarded. */
+static int tkvi_is_only_copy(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, uint32_t id,
+                             int slot) {
+    const int i = kv->pool.n_discarded ? tkvi_block_at(kv, list, ids, tkvi_slot_index(kv, id, slot)) : -1;
+    return i >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[i]));
 }
 
-/* Slot for a new anchor, from first to last - 1: a free slot, or that of the anchor with the lowest score; -1: none. a:
- * attention scores of the slots of the sinks' block. */
-static int tkvi_anchor_place(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int first,
-                             int last, const float *a) {
-    const tkvi_entry *sinks = &kv->pool.entry[ids[0]];
-    int t, least = -1;
-    for (t = first; t < last; t++) {
-        if (t >= sinks->n_packed || sinks->evicted_mask >> t & 1) return t;
-        if ((least < 0 || a[t] < a[least]) && !tkvi_is_only_copy(kv, list, ids, t)) least = t;
+/* Finds the slot for a new anchor: a free one, or that of the anchor with the lowest score. newest: result of
+ * tkvi_token_score_newest for the list. Cost: reads the scores of all anchors. */
+static tkvi_anchor_slot tkvi_find_anchor_slot(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
+                                              int newest) {
+    const int n_anchors = kv->tables.cfg.tiers.n_anchors, capacity = tkvi_anchor_capacity(&kv->tables.cfg);
+    tkvi_anchor_slot least = {-1, 0, 0, 0.0f};
+    float a[TKVI_BLOCK];
+    int i, t;
+    for (i = 0; i < list->anchors && !least.is_free; i++) {
+        const tkvi_entry *e = &kv->pool.entry[ids[i]];
+        const int n = tkvi_min(capacity, n_anchors - i * capacity);
+        tkvi_decay_to_now(kv, ids[i], list->len, newest, a);
+        for (t = 0; t < n && !least.is_free; t++) {
+            const int is_free = t >= e->n_packed || e->evicted_mask >> t & 1;
+            if (!is_free &&
+                ((least.block >= 0 && a[t] >= least.score) || tkvi_is_only_copy(kv, list, ids, ids[i], t)))
+                continue;
+            least.block = i;
+            least.slot = t;
+            least.is_free = is_free;
+            least.score = a[t];
+        }
     }
     return least;
 }
 
 /* Called before block i is recoded. If the block is still exact, its live tokens take free anchor slots and replace
- * anchors with lower scores. */
+ * anchors with lower scores. Cost: reads the scores of all anchors once for each new anchor. */
 static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const int first = p->sink, last = p->sink + kv->tables.cfg.tiers.n_anchors;
-    tkvi_entry *sinks = &kv->pool.entry[ids[0]];
     const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-    float a[TKVI_BLOCK], mine[TKVI_BLOCK];
+    tkvi_anchor_slot at;
+    float mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (!TKVI_HAS_EVICT || first == last || i < list->sinks || list->sinks == 0 || b->refs > 1 ||
-        tkvi_block_of(kv, ids[0])->refs > 1)
+    if (!TKVI_HAS_EVICT || !list->anchors || i < list->sinks || b->refs > 1 ||
+        !tkvi_is_hot_layout(kv, layer, b->layout))
         return;
-    if (!tkvi_is_hot_layout(kv, layer, b->layout)) return;
     there = tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
-    tkvi_list_positions(kv, list, ids, 0);
     newest = tkvi_token_score_newest(kv, list, ids);
-    tkvi_align_steps(kv, ids[0], ids[i]);
     tkvi_decay_to_now(kv, ids[i], list->len, newest, mine);
-    for (t = 0; t < TKVI_BLOCK; t++) {
-        int slot;
-        if (!(there >> t & 1)) continue;
-        tkvi_decay_to_now(kv, ids[0], list->len, newest, a);
-        slot = tkvi_anchor_place(kv, list, ids, first, last, a);
-        if (slot < 0) return;
-        if (slot < sinks->n_packed && !(sinks->evicted_mask >> slot & 1)) {
-            if (mine[t] <= a[slot]) continue;
-            tkvi_remove_anchor(kv, list, ids, slot);
-        }
-        for (; sinks->n_packed <= slot; sinks->n_packed++) { /* slots between have no token */
-            tkvi_set_slot_index(kv, ids[0], sinks->n_packed, sinks->start);
-            sinks->evicted_mask |= (uint64_t)1 << sinks->n_packed;
-        }
-        tkvi_add_anchor(kv, ids, i, t, slot);
+    at = tkvi_find_anchor_slot(kv, list, ids, newest);
+    for (t = 0; t < TKVI_BLOCK && at.block >= 0; t++) {
+        if (!(there >> t & 1) || (!at.is_free && mine[t] <= at.score)) continue;
+        TKVI_ASSERT(tkvi_block_of(kv, ids[at.block])->refs == 1); /* a fork copies these blocks */
+        if (!at.is_free) tkvi_remove_anchor(kv, list, ids, &at);
+        tkvi_add_anchor(kv, ids, i, t, &at);
+        at = tkvi_find_anchor_slot(kv, list, ids, newest);
     }
 }
 
@@ -30474,7 +30523,7 @@ static int tkvi_is_behind(const tkv_cache *kv, int seq, int layer) {
  *     evicted     . x x .   x x x .   . x . .
  *     merged     [a d h -]           [i . k l]        both blocks are decoded and encoded as one
  *
- * Tokens keep their positions: a packed block lists them (tkvi_token_meta.positions). An empty block is freed, and
+ * Tokens keep their positions: a packed block lists them (tkvi_token_meta.index). An empty block is freed, and
  * the block before it then covers its positions. The last block is neither freed nor merged. Nor is a block that
  * several lists hold. Eviction needs no memory except kv->work.choice, which grows with the lists.
  */
@@ -30498,13 +30547,11 @@ static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     return n;
 }
 
-/* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
- * block may hold any position. */
+/* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: their blocks
+ * may hold any position. */
 static int tkvi_first_block_to_search(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
                                       int position) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors
-               ? 0
-               : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+    return list->anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens and named sinks of a block, without temporary pins that have ended. */
@@ -30514,12 +30561,9 @@ static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, 
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
-/* Mask of the live tokens of block i that a policy may choose. Anchors in the sinks' block are not among them. */
-static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
-                                    int layer, int i) {
-    const uint64_t live_mask = tkvi_live_mask_in(kv, list, ids, i);
-    return i < list->sinks ? live_mask & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink)
-                           : live_mask;
+/* Mask of the live tokens of block i that a policy may choose. Anchors are not among them. */
+static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return i < list->anchors ? 0 : tkvi_live_mask_in(kv, list, ids, i);
 }
 
 /* Number of live tokens at the positions start .. start + n - 1. */
@@ -30616,10 +30660,11 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
     for (t = e->n_packed; t-- > e->first_slot;) /* slots before it belong to another entry */
-        if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
+        if (!(e->evicted_mask >> t & 1)) shift = token_meta->index.after_start[t];
     for (t = 0; t < e->n_packed; t++)
-        token_meta->positions[t] =
-            (uint16_t)(token_meta->positions[t] > shift ? token_meta->positions[t] - shift : 0);
+        token_meta->index.after_start[t] =
+            (uint16_t)(token_meta->index.after_start[t] > shift ? token_meta->index.after_start[t] - shift
+                                                                : 0);
     e->start += shift;
 }
 
@@ -30697,7 +30742,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
-    for (i = 0; i + 1 < list->n; i++)
+    for (i = list->anchors; i + 1 < list->n; i++)
         if (!tkvi_used_mask(kv, list, ids, i)) tkvi_free_block(kv, seq, layer, i--);
     for (i = list->sinks; i + 1 < list->n; i++)
         while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
@@ -30770,7 +30815,7 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, first = 0; i < list->n; i++, first += count) {
-                const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
+                const uint64_t mask = tkvi_choosable_mask(kv, list, ids, i);
                 count = tkvi_n_bits(mask);
                 tkvi_decode_keys(kv, seq, layer, ids[i], head, mask, kv->work.recode);
                 for (t = 0; t < count; t++)
@@ -30799,7 +30844,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
-        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
@@ -30858,7 +30903,7 @@ static void tkvi_mark_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, token = 0;
     for (i = 0; i < list->n; i++) {
-        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         *victim_mask = 0;
         for (t = 0; t < TKVI_BLOCK; t++)
@@ -31085,13 +31130,13 @@ static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const 
     return tkvi_tail_free_slots(kv, p, list, ids) && (last->turned != 0 || list->len + last->shift < 0);
 }
 
-/* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
+/* Number of blocks that n more tokens open. *n_front: those of them that the list begins with (tkvi_n_front_blocks). */
 static int tkvi_n_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                             const uint32_t *ids, int n, int *sink) {
+                             const uint32_t *ids, int n, int *n_front) {
     int n_tokens = n - tkvi_tail_free_slots(kv, p, list, ids);
-    *sink = n_tokens > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) n_tokens -= p->sink;
-    return *sink + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+    *n_front = n_tokens > 0 && list->len == 0 ? tkvi_n_front_blocks(p) : 0;
+    if (*n_front) n_tokens -= p->sink;
+    return *n_front + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
 /* Adds the blocks that n more tokens of a list take, less the blocks that expire before. */
@@ -31099,10 +31144,11 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
-    if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
+    int n_front, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &n_front);
+    if (n_front) tkvi_demand_blocks(&kv->pool, p->sink_layout, p->sink > 0, demand);
+    if (n_front) tkvi_demand_blocks(&kv->pool, p->anchor_layout, p->n_anchor_blocks, demand);
     if (tkvi_tail_needs_entry(kv, p, list, ids)) n_blocks++; /* as a block of its own */
-    tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
+    tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - n_front, demand);
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
@@ -31123,11 +31169,11 @@ static int tkvi_n_row_entries(tkv_cache *kv, const tkv_rows *row, int layer) {
         const tkvi_plan *p = &kv->tables.plan[l];
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
         const int n = layer < 0 ? len_after - list->len : row->n;
-        int sink;
+        int n_front;
         if (p->stored_layer == l && n > 0)
             most =
                 tkvi_max(most, list->n + 1 + tkvi_tail_needs_entry(kv, p, list, tkvi_ids(kv, row->seq, l)) +
-                                   tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
+                                   tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &n_front));
     }
     return most;
 }
@@ -31743,9 +31789,9 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
     tkvi_stretch stretch;
     int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
-    for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
+    for (i = list->anchors; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
                                       tkvi_sink_mask(&kv->pool, ids[i]));
@@ -32822,7 +32868,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
-    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
+    from = last > u->list->anchors && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
@@ -33104,6 +33150,16 @@ static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
                : tkvi_block_index_end(kv, u->list, u->ids, i);
 }
 
+/* Hides the slots of block i that have no live token. scores: [rows][64] */
+static void tkvi_hide_empty_slots(const tkvi_work_tile *u, int i, float *scores) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
+    const uint64_t empty = ~tkvi_live_mask(e, tkvi_block_tokens(kv, u->list, u->ids, i));
+    int t, r;
+    for (t = 0; t < TKVI_BLOCK && empty >> t; t++)
+        for (r = 0; r < u->rows && empty >> t & 1; r++) scores[r * TKVI_BLOCK + t] = TKVI_HIDDEN;
+}
+
 /* scores: [rows][64] of the viewed block. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_block_view *b,
                              float *scores) {
@@ -33111,8 +33167,9 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkv
     const int i = b->block, start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
     const tkvi_record *rec = b->record;
     const uint8_t *bytes = b->bytes;
+    const int is_seen = tkvi_is_seen(u, i, start, end);
     int low, high, r;
-    if (!tkvi_is_seen(u, i, start, end)) {
+    if (!is_seen) {
         tkvi_visible_rows(u, i, 0, &low, &high);
         if (tkvi_sinks_beyond(kv, u->ids, i, &u->sight)) low = 0;
         if (end <= low || start >= high) return 0;
@@ -33126,7 +33183,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkv
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i),
                                           tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-    if (u->changes || tkvi_has_hidden(u, i, start, end)) {
+    if (is_seen && !u->changes) tkvi_hide_empty_slots(u, i, scores);
+    else if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_indices(u, i, at);
         for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], i, at, scores + r * TKVI_BLOCK);
@@ -35090,20 +35148,20 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_layout *layout = kv->tables.layout;
-    int len = kv->seq[seq].reserved_len, end, sink, blocks, i, tier;
+    int len = kv->seq[seq].reserved_len, end, n_front, blocks, i, tier;
     int64_t need[TKV_TIER_COUNT], most[TKV_TIER_COUNT];
     /* In a step the length before it counts, because the step may be aborted. */
     if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
-    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
-    need[TKV_TIER_HOT] = blocks - sink;
+    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &n_front);
+    need[TKV_TIER_HOT] = blocks - n_front;
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_is_tail_shared(kv, list, ids))
         need[TKV_TIER_HOT]++; /* it is copied if another list appends first */
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
-    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
+    for (i = list->sinks + list->archive; i < list->n + blocks - n_front; i++) {
         tkv_tier due;
-        if (i == list->n && sink) end = tkvi_min(len, end + p->sink);
+        if (i == list->n && n_front) end = tkvi_min(len, end + p->sink);
         if (i >= list->n) end = tkvi_min(len, end + TKVI_BLOCK);
         due = tkvi_tier_by_age(&p->now, tkvi_hot_age(kv, layer),
                                i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : end, len);
@@ -35113,7 +35171,8 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     if (kv->pool.keep_all)
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
-    if (sink) slots[layout[p->sink_layout].size_class]++;
+    if (n_front && p->sink) slots[layout[p->sink_layout].size_class]++;
+    if (n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
     slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
@@ -35285,6 +35344,21 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     return id;
 }
 
+/* Opens the blocks of anchors of an empty list. They have no token yet. */
+static void tkvi_open_anchors(tkv_cache *kv, const tkvi_plan *p, tkvi_list *list, uint32_t *ids) {
+    for (; list->anchors < p->n_anchor_blocks; list->anchors++) {
+        const uint32_t id = tkvi_new_entry(&kv->pool, p->anchor_layout, 0, 0);
+        tkvi_entry *e = &kv->pool.entry[id];
+        memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
+               kv->tables.layout[p->anchor_layout].bytes.total);
+        e->has_anchors = 1;
+        e->n_packed = 1; /* 0 would mean that it lists no indices */
+        e->evicted_mask = 1;
+        ids[list->n++] = id;
+        list->sinks++;
+    }
+}
+
 /* Returns the entry that takes the next token: the last one if its block has a free slot, else one with a new block. If
  * other lists hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position) {
@@ -35303,6 +35377,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
+        if (list->len == 0) tkvi_open_anchors(kv, p, list, ids);
         id = tkvi_new_entry(&kv->pool, layout, list->len, position - list->len);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
@@ -35480,7 +35555,7 @@ static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const int needed =
         (list->len - tkvi_n_expired(kv, layer, list, tkvi_ids(kv, seq, layer)) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
-    if (list->n <= needed + needed / 2 + 2) return;
+    if (list->n - list->anchors <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
         while (tkvi_join_if_short(kv, seq, layer, i)) {}
 }
@@ -35842,25 +35917,34 @@ static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) 
     tkvi_wipe_slots(kv, seq, layer, i, slots);
 }
 
+/* Number of blocks of a layer that hold any of its first `len` tokens. Blocks of anchors are not alone in a list. */
+static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int n = list->n;
+    while (n > list->anchors && tkvi_block_start(kv, ids, n - 1) >= len) n--;
+    return n > list->anchors ? n : 0;
+}
+
 /* Truncates a list to its first `len` tokens. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int n_kept = list->n, i;
-    while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
+    const int n_kept = tkvi_n_blocks_before(kv, seq, layer, len);
+    int i;
     for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
-        if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
+        for (i = 0; i < list->anchors; i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
     }
     list->len = len;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_truncate_entry(kv, ids[0], len); /* anchors of the removed blocks */
+    for (i = 0; i < list->anchors; i++) tkvi_truncate_entry(kv, ids[i], len);
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -36023,7 +36107,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
-         i++) { /* anchors can be read: they are in the sinks' block */
+         i++) { /* anchors can be read: they are in blocks of their own */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
         if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
@@ -36634,7 +36718,8 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
 #endif /* TKVI_STEP_STATES_H */
 /* ======== step/fork.h ======== */
 /*
- * step/fork.h - tkv_seq_fork: gives a sequence the first tokens of another one. No byte of a block is copied.
+ * step/fork.h - tkv_seq_fork: gives a sequence the first tokens of another one. Blocks are not copied, except those of
+ * anchors.
  *
  *     before    src   [A][B][C][D    ]
  *     fork      src   [A][B][C][D    ]      dst has an entry of its own for each block; the blocks have two holders
@@ -36647,20 +36732,6 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
 #ifndef TKVI_STEP_FORK_H
 #define TKVI_STEP_FORK_H
 
-
-/* Number of blocks of a layer that hold any of the first n_tokens. */
-static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int n_tokens) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int n = list->n;
-    while (n > 0 && tkvi_block_start(kv, ids, n - 1) >= n_tokens) n--;
-    return n;
-}
-
-/* 1 if the sinks' block of a layer is copied at once: anchors will be written to it (reclaim/anchors.h). */
-static int tkvi_copies_sinks(const tkv_cache *kv, int seq, int layer) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 && tkvi_list_of(kv, seq, layer)->sinks > 0;
-}
 
 /* >>room */
 /* Adds the entries and slots that an operation takes to a demand. Returns the length of the longest list then. */
@@ -36726,7 +36797,7 @@ typedef struct tkvi_fork {
     int src, dst, n_tokens;
 } tkvi_fork;
 
-/* Entries beyond those that dst gives back, and copies of sinks' blocks. */
+/* Entries beyond those that dst gives back, and copies of the blocks of anchors. */
 static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     const tkvi_fork *fork = (const tkvi_fork *)what;
     int layer, longest = 0;
@@ -36735,8 +36806,9 @@ static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand)
         const tkvi_plan *p = &kv->tables.plan[layer];
         longest = tkvi_max(longest, n);
         demand->entries += n - tkvi_list_of(kv, fork->dst, layer)->n;
-        if (n && tkvi_copies_sinks(kv, fork->src, layer))
-            demand->slots[kv->tables.layout[p->sink_layout].size_class]++;
+        if (n)
+            demand->slots[kv->tables.layout[p->anchor_layout].size_class] +=
+                tkvi_list_of(kv, fork->src, layer)->anchors;
     }
     return longest;
 }
@@ -36754,7 +36826,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
-    if (n && tkvi_copies_sinks(kv, dst, layer)) tkvi_copy_shared(kv, new_ids[0]);
+    for (i = 0; i < to->anchors; i++) tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
@@ -36946,8 +37018,7 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
     if (to < list->len) return list->len; /* the last token stays */
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
-        if (i < list->sinks)
-            used &= tkvi_slots_before(kv->tables.plan[layer].sink); /* behind them: anchors */
+        if (i < list->anchors) used = 0; /* their own blocks have them too */
         tkvi_indices_in(kv, list, ids, i, range, &from, &to);
         if (from < to) used &= ~tkvi_slots_between(kv, list, ids, i, from, to);
         for (t = TKVI_BLOCK; used && t-- > 0;)
@@ -36960,15 +37031,15 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
 static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    uint64_t live;
-    int t;
-    if (!TKVI_HAS_EVICT || !kv->tables.cfg.tiers.n_anchors || !list->n || !list->sinks) return;
-    live = tkvi_live_mask_in(kv, list, ids, 0);
-    for (t = 0; t < TKVI_BLOCK; t++) {
-        const int at = live >> t & 1 ? tkvi_slot_index(kv, ids[0], t) : -1;
-        const int position = at < 0 ? -1 : tkvi_index_position(kv, list, ids, at);
-        if (position >= range->first && position < range->end)
-            kv->pool.entry[ids[0]].evicted_mask |= (uint64_t)1 << t;
+    int i, t;
+    for (i = 0; i < list->anchors; i++) {
+        const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = live >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : -1;
+            const int position = at < 0 ? -1 : tkvi_index_position(kv, list, ids, at);
+            if (position >= range->first && position < range->end)
+                kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
+        }
     }
 }
 
@@ -37059,7 +37130,7 @@ static void tkvi_cut_front(tkv_cache *kv, uint32_t id, int slot, int start) {
         tkvi_token_meta *meta = &kv->pool.token_meta[id];
         int t;
         for (t = slot; t < e->n_packed; t++)
-            meta->positions[t] = (uint16_t)(meta->positions[t] - (start - e->start));
+            meta->index.after_start[t] = (uint16_t)(meta->index.after_start[t] - (start - e->start));
         meta->pinned_mask &= kept;
         meta->temporary_mask &= kept;
     }
@@ -37114,7 +37185,7 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
         int t;
         tkvi_align_steps(kv, id, old_id);
         for (t = b->first_slot; t < TKVI_BLOCK; t++) {
-            to->positions[t] = (uint16_t)(from->positions[t] + (b->start - a->start));
+            to->index.after_start[t] = (uint16_t)(from->index.after_start[t] + (b->start - a->start));
             to->scores[t] = from->scores[t];
         }
         to->pinned_mask |= from->pinned_mask;
@@ -37663,7 +37734,7 @@ static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *kee
     int i, slot;
     if (keep->first < list->expired)
         return tkvi_fail(kv, TKV_ERR_STATE, "tokens have expired: index", keep->first, "");
-    for (i = 0; i < list->n; i++) {
+    for (i = list->anchors; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_record *r = kv->tables.layout[b->layout].record;
         uint32_t n_own = 1;
@@ -37768,7 +37839,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
-    const int n_old = list->n, i = tkvi_max(0, tkvi_block_at(kv, list, ids, keep->first));
+    const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t, n_sinks = 0;
     tkvi_keep_cursor to;
     if (!list->n) return;
@@ -39045,12 +39116,14 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
                               int n_tokens, int64_t n_seqs, int64_t most_recoded, const tkvi_not_in_ram *away,
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, most_recoded, away->young);
-    int64_t here =
-        (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] + s.blocks[TKV_TIER_ARCHIVE];
+    int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] +
+                   s.blocks[TKV_TIER_ARCHIVE] + p->n_anchor_blocks;
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens)
         tkvi_add_blocks(m, h, p->sink_layout, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
+    if (p->n_anchor_blocks) /* their tokens count in the tiers that they came from */
+        tkvi_add_blocks(m, h, p->anchor_layout, TKV_TIER_HOT, p->n_anchor_blocks * n_seqs, 0, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
                         s.tokens[tier] * n_seqs, live);
@@ -39329,12 +39402,13 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i, t, slot, last, is_sink_layout;
+    int i, t, slot, last, is_layout_of_front;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
-    if (list->sinks < 0 || list->sinks > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
+    if (list->anchors < 0 || list->anchors > p->n_anchor_blocks || list->sinks < list->anchors ||
+        list->sinks - list->anchors > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
@@ -39360,7 +39434,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (end <= e->start || tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
+        if (e->has_anchors != (i < list->anchors) || (i < list->anchors && (e->start || !e->n_packed)))
+            return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
+                                      (int64_t)ids[i]);
+        if ((end <= e->start && i >= list->anchors) ||
+            tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
         if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
             return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
@@ -39373,8 +39451,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (position < 0 || position >= TKVI_POSITIONS)
                 return tkvi_report_broken(k, "a token has a position that does not exist", position);
         }
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && !tkvi_has_long_positions(kv, ids[i]);
-             t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= list->anchors; t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
@@ -39385,8 +39462,9 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
-                tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) != 0)
-                return tkvi_report_broken(k, "an anchor is not among the sinks, block", (int64_t)ids[i]);
+                (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
+                    (unsigned)list->anchors)
+                return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
         if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
             return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
         if (tkvi_sink_mask(&kv->pool, ids[i]) &&
@@ -39400,9 +39478,10 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
             return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
-        is_sink_layout = kv->tables.layout[b->layout].key == p->sink_layout;
-        if (i < list->sinks ? !is_sink_layout
-                            : !is_sink_layout && /* a copied block of sinks */
+        is_layout_of_front =
+            kv->tables.layout[b->layout].key == (i < list->anchors ? p->anchor_layout : p->sink_layout);
+        if (i < list->sinks ? !is_layout_of_front
+                            : !is_layout_of_front && /* a copied block of sinks */
                                   !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
                                                           kv->tables.layout[b->layout].key))
             return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);

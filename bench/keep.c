@@ -257,9 +257,14 @@ static void keeping_table(const tkv_config *plain, const char *tokens, const cha
             cfg.evict.keep_tokens = atoi(n);
             measure(policy, &cfg, plain, atoi(n), cycles, csv);
         }
-        cfg = *plain;
-        cfg.tiers.n_anchors = 16;
-        if (anchors) measure("16 anchors", &cfg, plain, atoi(n), cycles, csv);
+        static const int n_anchors[] = {16, 128, 1024};
+        for (int i = 0; anchors && i < 3; i++) {
+            char name[32];
+            snprintf(name, sizeof name, "%d anchors", n_anchors[i]);
+            cfg = *plain;
+            cfg.tiers.n_anchors = n_anchors[i];
+            measure(name, &cfg, plain, atoi(n), cycles, csv);
+        }
     }
 }
 

@@ -468,10 +468,11 @@ typedef struct tkv_tiers_config { /* the plan: [sinks][archive ...][warm][hot ta
      * (64 i + 32) / n more in the hot and warm tiers together. So some layers keep up to 63 tokens longer. No delay:
      * a length of 0 tokens or without end; n = 1; a cache that was created with a budget.
      *
-     * Anchors are the n_anchors tokens of a layer with the highest attention scores. They stay exact beside the
-     * sinks. At most 28, and at most 32 with the sinks. Every layer needs sinks and must have no window. A token
-     * may become an anchor when its block is compressed. A more important token may replace it. Attention then
-     * reads its coded value again. */
+     * Anchors are the n_anchors tokens of a layer with the highest attention scores, at most 1024. They stay exact
+     * beside the sinks. Every layer needs sinks and must have no window. A token may become an anchor when its block
+     * is compressed, unless sequences share the block. A more important token may replace it. Attention then reads
+     * its coded value again. A sequence takes the exact bytes of all n_anchors with its first token, in blocks of at
+     * most 32. Compressing a block reads the scores of all anchors once for each token that becomes one. */
     int n_anchors;
 } tkv_tiers_config;
 
@@ -823,11 +824,12 @@ TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
  * States that have seen more than n_tokens go. In a hybrid model, ask tkv_seq_find_state first where it can be cut. */
 TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
 /* Makes sequence dst a copy of the first n_tokens of src, or of all with TKV_UNLIMITED. Both share the bytes: no token
- * is copied or coded. Each then appends, truncates, pins and evicts for itself, and neither sees the other's new
- * tokens. The first that appends goes on in the last block, if that is exact and not full. The others get a copy of it
- * when they append, or begin a new block if it has 48 tokens or more; in place they always get a copy. Scores, pins,
- * named sinks and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of dst then says where all
- * layers have one. What dst held before is released, as by tkv_seq_reset. The meter keeps watching src.
+ * is coded, and only anchors are copied. Each then appends, truncates, pins and evicts for itself, and neither sees
+ * the other's new tokens. The first that appends goes on in the last block, if that is exact and not full. The others
+ * get a copy of it when they append, or begin a new block if it has 48 tokens or more; in place they always get a
+ * copy. Scores, pins, named sinks and evictions go along, and the states of at most n_tokens: tkv_seq_find_state of
+ * dst then says where all layers have one. What dst held before is released, as by tkv_seq_reset. The meter keeps
+ * watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
  * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
@@ -837,8 +839,9 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *   TKV_ERR_STATE      a step of src or dst is open
  *   TKV_ERR_ARG        no such sequence, src is dst, or n_tokens is negative
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for dst's entries: 72 bytes a block and layer, with
- *                      eviction, importance or anchors 432 bytes more; or for the list of its states
- * Cost: O(blocks of n_tokens), in all layers. */
+ *                      eviction, importance or anchors 432 bytes more; for its anchors; or for the list of
+ *                      its states
+ * Cost: O(blocks of n_tokens), in all layers; and a copy of the anchors. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is

@@ -890,7 +890,7 @@ TEST(short_prompts) { /* without a table, the error names the call that helps */
         CHECK_EQ(tkv_seq_begin(r.kv, 0), TKV_OK);
         CHECK_EQ(tkv_seq_commit(r.kv, 0), TKV_OK);
         CHECK_EQ(tkvcu_import_seq(r.cu, 0, r.kv, 0, NULL), TKV_OK);
-        check_same(&r, 0, 0, 384);
+        check_same(&r, 0, 0, 256);
     }
     rig_close(&r);
 }

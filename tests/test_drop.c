@@ -769,22 +769,268 @@ TEST(anchors_reduce_the_error) {
     CHECK_MSG(err[1] < .25 * err[0], "%.3g with anchors, %.3g without", err[1], err[0]);
 }
 
+/* >>anchors in hundreds. Each token gets a score of its own, from its index and a seed. */
+enum { MOST_ANCHORS = 1024 };
+
+static float score_of_token(int i, int seed) {
+    return (float)((i + 1) * (7919 + 2 * seed) % 10007) * .001f + .01f;
+}
+
+static tkv_config config_of_anchors(int n) {
+    tkv_config cfg = small_config();
+    cfg.evict.policy = TKV_EVICT_NONE;
+    cfg.tiers.warm_tokens = 128;
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.tiers.n_anchors = n;
+    cfg.importance.sample_every = 1 << 29; /* no query adds a score */
+    cfg.host.precise = 1;
+    cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+    return cfg;
+}
+
+static tkv_status append_scored_tokens(cache_pair *pair, int seq, int n, int seed) {
+    const int from = tkv_get_length(pair->kv, seq, 0);
+    float scores[CHUNK];
+    int layer, i;
+    const tkv_status st = append_tokens(pair, seq, n);
+    for (i = 0; i < n; i++) scores[i] = score_of_token(from + i, seed);
+    for (layer = 0; layer < LAYERS && !st; layer++)
+        CHECK_EQ(tkv_add_scores(pair->kv, seq, layer, from, n, scores), TKV_OK);
+    return st;
+}
+
+/* Number of tokens of a layer, from `from` on, that are exact and older than a token that is not. */
+static int n_anchors_from(const cache_pair *pair, int seq, int layer, int from) {
+    static uint8_t tiers[LONGEST];
+    const int len = tkv_get_length(pair->kv, seq, layer);
+    int i, n = 0, n_coded = 0;
+    CHECK_EQ(tkv_get_tiers(pair->kv, seq, layer, 0, len, tiers), TKV_OK);
+    for (i = len; i-- > from;) {
+        n_coded += tiers[i] == TKV_TIER_WARM || tiers[i] == TKV_TIER_ARCHIVE;
+        n += n_coded > 0 && tiers[i] == TKV_TIER_HOT;
+    }
+    return n;
+}
+
+/* The anchors of a layer must be the n tokens with the highest scores of the coded blocks, and must read exactly. */
+static void check_anchors(const cache_pair *pair, int seq, int layer, int n, int seed) {
+    static uint8_t tiers[LONGEST];
+    const int len = tkv_get_length(pair->kv, seq, layer);
+    int i, j, end = len;
+    CHECK_EQ(tkv_get_tiers(pair->kv, seq, layer, 0, len, tiers), TKV_OK);
+    while (end > SINKS && tiers[end - 1] == TKV_TIER_HOT)
+        end--; /* the last token of a block may be an anchor */
+    end = SINKS + (end - SINKS + BLOCK - 1) / BLOCK * BLOCK;
+    CHECK(end > SINKS + n);
+    for (i = SINKS; i < end; i++) {
+        float a[2 * ROW], b[2 * ROW];
+        int n_higher = 0;
+        for (j = SINKS; j < end; j++) n_higher += score_of_token(j, seed) > score_of_token(i, seed);
+        CHECK_EQ(tiers[i] == TKV_TIER_HOT, n_higher < n);
+        CHECK_EQ(tkv_read(pair->kv, seq, layer, i, 1, a, a + ROW), TKV_OK);
+        CHECK_EQ(tkv_read(pair->reference, seq, layer, i, 1, b, b + ROW), TKV_OK);
+        CHECK_EQ(memcmp(a, b, sizeof a) == 0, n_higher < n);
+    }
+}
+
+/* Attention of the last n tokens against the float64 reference over the same blocks. */
+static void check_reference(const cache_pair *pair, int seq, int layer, int n) {
+    tkv_attend_params p;
+    double err_sq = 0.0, sum_sq = 0.0;
+    int i;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.n = n;
+    p.q = q_in;
+    tkv_rng_fill(&rng, q_in, (size_t)(n * HEADS * DIM), 1.5);
+    p.out = out;
+    CHECK_EQ(tkv_attend_ex(pair->kv, &p), TKV_OK);
+    p.out = reference_out;
+    CHECK_EQ(tkv_attend_reference(pair->kv, &p), TKV_OK);
+    for (i = 0; i < n * HEADS * DIM; i++) {
+        const double d = (double)out[i] - (double)reference_out[i];
+        err_sq += d * d;
+        sum_sq += (double)reference_out[i] * (double)reference_out[i];
+    }
+    CHECK_MSG(err_sq <= 4e-6 * sum_sq, "%d queries: off by %.2e", n, sqrt(err_sq / sum_sq));
+}
+
+static void check_many_anchors(const cache_pair *pair, int seq, int n, int seed) {
+    check_anchors(pair, seq, 1, n, seed);
+    check_reference(pair, seq, 1, 1);
+    check_reference(pair, seq, 1, 100);
+    check_attention(pair, seq, 2, 3, NULL, .9);
+    check_cache(pair->kv);
+}
+
+TEST(hundreds_of_anchors_stay_exact) {
+    static const tkv_isa isas[] = {TKV_ISA_SCALAR, TKV_ISA_AVX2, TKV_ISA_AVX512, TKV_ISA_NEON, TKV_ISA_WASM};
+    static const int counts[] = {1,   31,  32,  33,
+                                 100, 150, 400, MOST_ANCHORS}; /* of one block and of several */
+    int isa, i;
+    for (isa = 0; isa < COUNT(isas); isa++)
+        for (i = 0; i < COUNT(counts); i++) {
+            tkv_config cfg = config_of_anchors(counts[i]);
+            cache_pair pair;
+            if (!is_isa_available(isas[isa]) || (tkv_test_quick() && (isa + i) % 3)) continue;
+            cfg.host.isa = isas[isa];
+            pair = make_pair(&cfg);
+            while (tkv_get_length(pair.kv, 0, 0) < counts[i] + 400)
+                CHECK_EQ(append_scored_tokens(&pair, 0, 100, 1), TKV_OK);
+            check_many_anchors(&pair, 0, counts[i], 1);
+            destroy_pair(&pair);
+        }
+}
+
+/* A fork has copies of the anchors, and each sequence goes on with its own. A cut takes the anchors behind it. */
+TEST(forks_and_cuts_with_hundreds_of_anchors) {
+    const tkv_config cfg = config_of_anchors(150);
+    cache_pair pair = make_pair(&cfg);
+    float *rows = (float *)malloc(2 * 900 * ROW * sizeof *rows);
+    int i;
+    REQUIRE(rows != NULL);
+    for (i = 0; i < 9; i++) CHECK_EQ(append_scored_tokens(&pair, 0, 100, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(pair.kv, 0, 1, 900), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(pair.reference, 0, 1, 900), TKV_OK);
+    check_many_anchors(&pair, 1, 150, 1);
+    CHECK_EQ(tkv_read(pair.kv, 1, 1, 0, 900, rows, rows + 900 * ROW), TKV_OK);
+    for (i = 0; i < 6; i++) CHECK_EQ(append_scored_tokens(&pair, 0, 100, 1), TKV_OK);
+    CHECK_EQ(n_anchors_from(&pair, 0, 1, SINKS), 150);
+    CHECK_LE(1, n_anchors_from(&pair, 0, 1, 900)); /* it chose others; shared blocks have none */
+    check_reference(&pair, 0, 1, 100);
+    CHECK_EQ(tkv_read(pair.kv, 1, 1, 0, 900, k_out, v_out), TKV_OK);
+    CHECK_MEM(k_out, rows, 900 * ROW * sizeof *rows);
+    CHECK_MEM(v_out, rows + 900 * ROW, 900 * ROW * sizeof *rows);
+    CHECK_EQ(tkv_seq_truncate(pair.kv, 0, 500), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(pair.reference, 0, 500), TKV_OK);
+    CHECK_EQ(n_live(pair.kv, 0, 1), 500);
+    CHECK_LE(n_anchors_from(&pair, 0, 1, SINKS), 149);
+    check_reference(&pair, 0, 1, 50);
+    check_reads(&pair, 0, 1, .9);
+    check_cache(pair.kv);
+    for (i = 0; i < 5; i++) CHECK_EQ(append_tokens(&pair, 0, 100), TKV_OK); /* they fill the free slots */
+    CHECK_EQ(n_anchors_from(&pair, 0, 1, SINKS), 150);
+    check_reference(&pair, 0, 1, 50);
+    CHECK_EQ(tkv_seq_truncate(pair.kv, 1, 2), TKV_OK); /* two sinks, and no anchor */
+    CHECK_EQ(tkv_seq_truncate(pair.reference, 1, 2), TKV_OK);
+    for (i = 0; i < 8; i++) CHECK_EQ(append_scored_tokens(&pair, 1, 100, 5), TKV_OK);
+    check_cache(pair.kv);
+    CHECK_EQ(n_anchors_from(&pair, 1, 1, SINKS), 150);
+    CHECK_EQ(tkv_seq_reset(pair.kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(pair.reference, 0), TKV_OK);
+    for (i = 0; i < 6; i++) CHECK_EQ(append_scored_tokens(&pair, 0, 100, 3), TKV_OK);
+    check_many_anchors(&pair, 0, 150, 3);
+    destroy_pair(&pair);
+    free(rows);
+}
+
+/* Under a budget tokens are evicted, but anchors are not. */
+TEST(hundreds_of_anchors_under_a_budget) {
+    static const tkv_evict_policy policies[] = {TKV_EVICT_SLIDING, TKV_EVICT_H2O, TKV_EVICT_KNORM};
+    int which, i;
+    for (which = 0; which < COUNT(policies); which++) {
+        tkv_config cfg = config_of_anchors(200);
+        tkv_budget_info budget;
+        cache_pair pair;
+        cfg.evict.policy = policies[which];
+        cfg.budget.bytes = 1150 * 1000;
+        pair = make_pair(&cfg);
+        for (i = 0; i < 29; i++) {
+            CHECK_EQ(append_tokens(&pair, 0, 100), TKV_OK);
+            CHECK_LE(n_anchors_from(&pair, 0, 1, SINKS), 200);
+            check_reference(&pair, 0, 1, 20);
+            check_cache(pair.kv);
+        }
+        CHECK_EQ(n_anchors_from(&pair, 0, 1, SINKS), 200);
+        CHECK_EQ(tkv_get_budget(pair.kv, &budget), TKV_OK);
+        CHECK(budget.evicted > 0);
+        CHECK_LE(budget.peak, cfg.budget.bytes);
+        check_reads(&pair, 0, 1, .9);
+        destroy_pair(&pair);
+    }
+}
+
+/* In place there is room for the anchors of all sequences. */
+TEST(hundreds_of_anchors_in_place) {
+    static const size_t budgets[] = {0, 1600 * 1000};
+    int which, i, seq;
+    for (which = 0; which < COUNT(budgets); which++) {
+        tkv_config cfg = config_of_anchors(200);
+        guarded_buffer mem;
+        cache_pair pair;
+        cfg.limits.max_tokens = 1000;
+        cfg.limits.max_append = 100;
+        cfg.budget.bytes = budgets[which];
+        pair = make_pair(&cfg);
+        tkv_destroy(pair.kv);
+        pair.kv = create_cache_in_place(&cfg, &mem, 3);
+        REQUIRE(pair.kv != NULL);
+        for (i = 0; i < 6; i++) CHECK_EQ(append_scored_tokens(&pair, 0, 100, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(pair.kv, 0, 1, 600), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(pair.reference, 0, 1, 600), TKV_OK);
+        for (seq = 0; seq < SEQS; seq++)
+            for (i = 0; i < 4; i++) CHECK_EQ(append_scored_tokens(&pair, seq, 100, 1), TKV_OK);
+        for (seq = 0; seq < SEQS; seq++) {
+            check_reference(&pair, seq, 1, 50);
+            if (!budgets[which]) CHECK_EQ(n_anchors_from(&pair, seq, 1, SINKS), 200);
+        }
+        check_cache(pair.kv);
+        check_borders(&mem);
+        tkv_destroy(pair.reference);
+        tkv_destroy(pair.kv);
+        free(mem.raw);
+    }
+}
+
+TEST(estimates_count_blocks_of_anchors) {
+    static const int counts[] = {0, 8, 32, 40, 300, MOST_ANCHORS};
+    static const int lengths[] = {1, 100, 1000};
+    size_t least = 0;
+    int i, n, layer, t;
+    for (i = 0; i < COUNT(counts); i++)
+        for (n = 0; n < COUNT(lengths); n++) {
+            tkv_config cfg = config_of_anchors(counts[i]);
+            tkv_memory_info e, m;
+            tkv_cache *kv = create_cache(&cfg);
+            rng = tkv_rng_seed(1);
+            for (t = 0; t < lengths[n]; t++)
+                for (layer = 0; layer < LAYERS; layer++) {
+                    tkv_rng_fill(&rng, k_in, ROW, 1.0);
+                    CHECK_EQ(tkv_append(kv, 0, layer, k_in, k_in, 1), TKV_OK);
+                }
+            CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+            CHECK_EQ(tkv_estimate_memory(&cfg, lengths[n], 1, &e), TKV_OK);
+            CHECK_EQ(e.total - e.index, m.total - m.index);
+            CHECK_EQ(e.tier[TKV_TIER_HOT].codes, m.tier[TKV_TIER_HOT].codes);
+            CHECK_EQ(e.fp16_bytes, m.fp16_bytes);
+            CHECK_LE(e.index, m.index); /* the cache's index has grown in larger steps */
+            CHECK_LE(m.index, 2 * e.index);
+            if (lengths[n] == 1000) {
+                CHECK(e.tier[TKV_TIER_HOT].codes > least);
+                least = e.tier[TKV_TIER_HOT].codes;
+            }
+            tkv_destroy(kv);
+        }
+}
+
 TEST(anchors_need_sinks_and_no_window) {
     tkv_config cfg = small_config();
     tkv_layer_config layers[LAYERS];
-    cfg.tiers.n_anchors = 28;
+    cfg.tiers.n_anchors = MOST_ANCHORS;
     CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK);
-    cfg.tiers.n_anchors = 29;
+    cfg.tiers.n_anchors = MOST_ANCHORS + 1;
+    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
+    cfg.tiers.n_anchors = -1;
     CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
     cfg.tiers.n_anchors = 16;
     cfg.model.window = 100;
     CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
     cfg.model.window = 0;
-    cfg.tiers.sink_tokens = 17;
-    CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
     cfg.tiers.sink_tokens = TKV_OFF;
     CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
-    cfg.tiers.sink_tokens = 16;
+    cfg.tiers.sink_tokens = BLOCK;
     CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK);
     memset(layers, 0, sizeof layers);
     layers[2].window = 50;
@@ -993,6 +1239,11 @@ int main(int argc, char **argv) {
     RUN(anchors_stay_exact);
     RUN(anchors_reduce_the_error);
     RUN(anchors_need_sinks_and_no_window);
+    RUN(hundreds_of_anchors_stay_exact);
+    RUN(forks_and_cuts_with_hundreds_of_anchors);
+    RUN(hundreds_of_anchors_under_a_budget);
+    RUN(hundreds_of_anchors_in_place);
+    RUN(estimates_count_blocks_of_anchors);
     RUN(eviction_frees_memory);
     RUN(exact_blocks_are_merged);
     RUN(eviction_under_a_budget);

@@ -1612,7 +1612,8 @@ static void choose_config(uint64_t seed) {
     if (cfg.evict.policy && rand_below(3) == 0) cfg.evict.batch = 1 + rand_below(100);
     if (rand_below(2)) cfg.importance.sample_every = 1 + rand_below(4);
     cfg.importance.strategy = (tkv_importance_strategy)rand_below(TKV_IMPORTANCE_COUNT);
-    if (rand_below(4) == 0 && cfg.tiers.sink_tokens != TKV_OFF) cfg.tiers.n_anchors = 1 + rand_below(16);
+    if (rand_below(4) == 0 && cfg.tiers.sink_tokens != TKV_OFF)
+        cfg.tiers.n_anchors = 1 + rand_below(rand_below(2) ? 16 : 140);
     if (seed % 2 && !cfg.tiers.n_anchors) cfg.model.rope.dim = dim; /* tokens can move */
     memset(layers, 0, sizeof layers);
     if (!cfg.tiers.n_anchors && rand_below(4) == 0) {

@@ -147,6 +147,45 @@ TEST(check_finds_damage) {
     tkv_destroy(kv);
 }
 
+TEST(check_finds_damaged_anchors) {
+    unsigned char saved[64];
+    tkv_config cfg = make_config(1, 1);
+    tkv_cache *kv;
+    tkvi_list *list;
+    tkvi_entry *anchors, *coded;
+    tkvi_token_meta *meta;
+    const uint32_t *ids;
+    int i;
+    cfg.tiers.n_anchors = 40; /* in two blocks of 20 */
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 600, 50), TKV_OK);
+    list = tkvi_list_of(kv, 0, 0);
+    ids = tkvi_ids(kv, 0, 0);
+    CHECK_EQ(list->anchors, 2);
+    CHECK_EQ(list->sinks, 3);
+    for (i = 2; i + 1 < list->n && !kv->pool.token_meta[ids[i]].anchored_mask;) i++;
+    anchors = &kv->pool.entry[ids[1]];
+    coded = &kv->pool.entry[ids[i]];
+    meta = &kv->pool.token_meta[ids[0]];
+    CHECK(kv->pool.token_meta[ids[i]].anchored_mask != 0);
+    CHECK_EQ(anchors->n_packed, 20);
+    DAMAGE(list->anchors, 0);
+    DAMAGE(list->anchors, 1);
+    DAMAGE(list->anchors, 3);
+    DAMAGE(list->anchors, -1);
+    DAMAGE(list->sinks, 2);
+    DAMAGE(list->sinks, 8);
+    DAMAGE(anchors->has_anchors, 0);
+    DAMAGE(anchors->start, 64);
+    DAMAGE(anchors->n_packed, 0);
+    DAMAGE(anchors->n_packed, 21);
+    DAMAGE(anchors->evicted_mask, 1);
+    DAMAGE(coded->has_anchors, 1);
+    DAMAGE(coded->evicted_mask, 0);
+    DAMAGE(meta->index.any[3], 599);
+    tkv_destroy(kv);
+}
+
 /* tkv_check reports indices beyond the end of their tables and does not follow them. */
 TEST(check_survives_wild_indices) {
     unsigned char saved[64];
@@ -865,6 +904,7 @@ TEST(rotations_are_not_needed) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(check_finds_damage);
+    RUN(check_finds_damaged_anchors);
     RUN(check_survives_wild_indices);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);

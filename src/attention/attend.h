@@ -503,7 +503,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
-    from = last > 0 && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
+    from = last > u->list->anchors && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
@@ -785,6 +785,16 @@ static int tkvi_visible_end(const tkvi_work_tile *u, int i) {
                : tkvi_block_index_end(kv, u->list, u->ids, i);
 }
 
+/* Hides the slots of block i that have no live token. scores: [rows][64] */
+static void tkvi_hide_empty_slots(const tkvi_work_tile *u, int i, float *scores) {
+    const tkv_cache *kv = u->call->kv;
+    const tkvi_entry *e = &kv->pool.entry[u->ids[i]];
+    const uint64_t empty = ~tkvi_live_mask(e, tkvi_block_tokens(kv, u->list, u->ids, i));
+    int t, r;
+    for (t = 0; t < TKVI_BLOCK && empty >> t; t++)
+        for (r = 0; r < u->rows && empty >> t & 1; r++) scores[r * TKVI_BLOCK + t] = TKVI_HIDDEN;
+}
+
 /* scores: [rows][64] of the viewed block. Returns 0 if no row sees any token of it, or a fetch failed. */
 static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkvi_block_view *b,
                              float *scores) {
@@ -792,8 +802,9 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkv
     const int i = b->block, start = tkvi_block_start(kv, u->ids, i), end = tkvi_visible_end(u, i);
     const tkvi_record *rec = b->record;
     const uint8_t *bytes = b->bytes;
+    const int is_seen = tkvi_is_seen(u, i, start, end);
     int low, high, r;
-    if (!tkvi_is_seen(u, i, start, end)) {
+    if (!is_seen) {
         tkvi_visible_rows(u, i, 0, &low, &high);
         if (tkvi_sinks_beyond(kv, u->ids, i, &u->sight)) low = 0;
         if (end <= low || start >= high) return 0;
@@ -807,7 +818,8 @@ static int tkvi_block_scores(const tkvi_work_tile *u, tkvi_queries *q, const tkv
                                           rec->k.order ? q->sorted + u->rows * u->k_pad : q->ref, u->rows,
                                           tkvi_block_tokens(kv, u->list, u->ids, i),
                                           tkvi_n_limbs(&rec->k, kv->tables.cfg.host.precise), scores);
-    if (u->changes || tkvi_has_hidden(u, i, start, end)) {
+    if (is_seen && !u->changes) tkvi_hide_empty_slots(u, i, scores);
+    else if (u->changes || tkvi_has_hidden(u, i, start, end)) {
         int at[TKVI_BLOCK];
         tkvi_slot_indices(u, i, at);
         for (r = 0; r < u->rows; r++) tkvi_adjust_scores(u, r, q->origin[r], i, at, scores + r * TKVI_BLOCK);

@@ -30,11 +30,13 @@ typedef enum tkvi_search {
     TKVI_SEARCH_COUNT
 } tkvi_search;
 
-/* Blocks of one layer of one sequence, oldest first: [sinks][archive][warm][hot]. Block i holds the tokens from its
- * start up to the start of block i + 1. */
+/* Blocks of one layer of one sequence: [anchors][sinks][archive][warm][hot]. Behind the anchors they are in order,
+ * oldest first, and block i holds the tokens from its start up to the start of block i + 1. Blocks of anchors have
+ * start 0, and the tokens that they list. */
 typedef struct tkvi_list {
     int n;                    /* blocks */
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
+    int anchors;              /* blocks of anchors; the count of sinks has them too */
     int len;                  /* tokens ever appended */
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
@@ -62,6 +64,7 @@ static void tkvi_take_from_count(int *count, int from, int first, int end) {
 static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     const int sinks = list->sinks, archive = list->archive;
     int s;
+    tkvi_take_from_count(&list->anchors, 0, first, end);
     tkvi_take_from_count(&list->sinks, 0, first, end);
     tkvi_take_from_count(&list->archive, sinks, first, end);
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
@@ -302,16 +305,17 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
     return i + 1 < list->n ? tkvi_block_start(kv, ids, i + 1) : list->len;
 }
 
-/* Index of the block that covers a position. -1: the position is past the end or has expired. */
+/* Index of the block that covers a position. -1: the position is past the end or has expired. Blocks of anchors cover
+ * none. */
 static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = 0, high = list->n;
+    int low = list->anchors, high = list->n;
     if (position >= list->len) return -1;
     while (low < high) { /* finds the first block that starts after it */
         const int mid = low + (high - low) / 2;
         if (tkvi_block_start(kv, ids, mid) > position) high = mid;
         else low = mid + 1;
     }
-    return low - 1;
+    return low > list->anchors ? low - 1 : -1;
 }
 
 /* Position of the token with an index, also if it is gone. It is in the list. */
@@ -389,28 +393,17 @@ static int tkvi_has_all_slots(const tkvi_entry *e) {
     return !e->evicted_mask && !e->first_slot && !e->n_packed;
 }
 
-/* 1 if each position of this entry takes two elements of `positions` (32 bits). That is so in a sinks' block with
- * anchors, because their positions can be far apart. Such a block is known by its capacity below 64. */
-static int tkvi_has_long_positions(const tkv_cache *kv, uint32_t id) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 &&
-           kv->tables.layout[tkvi_block_of(kv, id)->layout].tokens < TKVI_BLOCK;
-}
-
 /* Position of the token in a slot of entry `id`. */
 static int tkvi_slot_index(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_entry *e = &kv->pool.entry[id];
-    int32_t at;
     if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot - e->first_slot;
-    if (!tkvi_has_long_positions(kv, id)) return e->start + kv->pool.token_meta[id].positions[slot];
-    memcpy(&at, (const uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, sizeof at);
-    return at;
+    return e->has_anchors ? kv->pool.token_meta[id].index.any[slot]
+                          : e->start + kv->pool.token_meta[id].index.after_start[slot];
 }
 
 static void tkvi_set_slot_index(tkv_cache *kv, uint32_t id, int slot, int position) {
-    const int32_t at = position;
-    if (tkvi_has_long_positions(kv, id))
-        memcpy((uint8_t *)kv->pool.token_meta[id].positions + 4 * slot, &at, sizeof at);
-    else kv->pool.token_meta[id].positions[slot] = (uint16_t)(position - kv->pool.entry[id].start);
+    if (kv->pool.entry[id].has_anchors) kv->pool.token_meta[id].index.any[slot] = position;
+    else kv->pool.token_meta[id].index.after_start[slot] = (uint16_t)(position - kv->pool.entry[id].start);
 }
 
 /* The position from which the tokens of a list stay exact: the start of its last append. While the next append is in
@@ -445,9 +438,7 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_index_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return TKVI_HAS_EVICT && kv->pool.entry[ids[i]].n_packed && tkvi_has_long_positions(kv, ids[i])
-               ? list->len
-               : tkvi_block_end(kv, list, ids, i);
+    return i < list->anchors ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
@@ -464,7 +455,8 @@ static int tkvi_move_token_meta(tkv_cache *kv, uint32_t to, int slot, uint32_t f
     if (slot == 0) dst->pinned_mask = dst->temporary_mask = dst->anchored_mask = 0;
     for (t = 0; t < TKVI_BLOCK; t++) {
         if (!(moved_mask >> t & 1)) continue;
-        dst->positions[slot] = (uint16_t)(tkvi_slot_index(kv, from, t) - start); /* slot <= t if from == to */
+        dst->index.after_start[slot] =
+            (uint16_t)(tkvi_slot_index(kv, from, t) - start); /* slot <= t if from == to */
         dst->scores[slot] = src->scores[t];
         dst->pinned_mask |= (pinned >> t & 1) << slot;
         dst->temporary_mask |= (temporary_pins >> t & 1) << slot;
@@ -492,7 +484,7 @@ static int tkvi_has_no_source(const tkv_cache *kv, const tkvi_block *b) {
     return tkvi_is_discarded(b) && !kv->tables.cfg.recompute.compute;
 }
 
-/* The tier that block i of a list is counted in. Sinks count as hot. */
+/* The tier that block i of a list is counted in. Sinks and anchors count as hot. */
 static tkv_tier tkvi_tier_at(const tkvi_list *list, int i) {
     if (i < list->sinks) return TKV_TIER_HOT;
     if (i < list->sinks + list->archive) return TKV_TIER_ARCHIVE;
@@ -1037,7 +1029,8 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
                                        tkvi_in_place_sizes *sizes) {
     const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
     const int64_t list_blocks =
-        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived);
+        ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived) +
+        tkvi_n_anchor_blocks(&derived->cfg);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
     size_t without_pages = 0, lists, states;
@@ -1100,6 +1093,13 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
     return n;
 }
 
+/* Adds the blocks in front of n lists of a layer. */
+static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
+                                  int64_t *slots) {
+    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
+    if (p->n_anchor_blocks) slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+}
+
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
  * page that is not full, and one block exists twice. */
 static int64_t tkvi_pages_for_changes(const tkvi_derived_config *derived, const int64_t *slots) {
@@ -1133,10 +1133,10 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
         if (p.stored_layer != i) continue;
         tkvi_compute_most_blocks(&derived->cfg, &p, most);
         memset(of_list, 0, sizeof of_list);
-        n_of_list = (p.sink > 0) + tkvi_add_costliest_blocks(derived, &p, most, of_list);
-        if (p.sink) of_list[derived->class_of[p.sink_layout]]++;
-        if (p.sink) apart[derived->class_of[p.sink_layout]] += n_seqs;
-        if (p.sink) waiting[derived->class_of[p.sink_layout]] += n_seqs;
+        n_of_list = tkvi_n_front_blocks(&p) + tkvi_add_costliest_blocks(derived, &p, most, of_list);
+        tkvi_add_front_blocks(derived, &p, 1, of_list);
+        tkvi_add_front_blocks(derived, &p, n_seqs, apart);
+        tkvi_add_front_blocks(derived, &p, n_seqs, waiting);
         for (c = 0; c < derived->n_classes; c++) full[c] += of_list[c] * n_seqs;
         for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
             apart[derived->class_of[p.now.key[tier]]] += most[tier] * n_seqs;
@@ -1156,7 +1156,8 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     sizes->page_cap = tkvi_cap_for(sizes->pages);
     sizes->block_cap = tkvi_cap_for(blocks * tkvi_entries_of_block(derived) + derived->n_classes);
     sizes->list_cap =
-        tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived));
+        tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived) +
+                     tkvi_n_anchor_blocks(&derived->cfg));
     if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
         !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
         !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||

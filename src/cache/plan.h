@@ -41,7 +41,7 @@ typedef struct tkvi_bytes { /* bytes of a block, all heads */
 typedef struct tkvi_layout {
     tkv_format_pair pair;
     int key;    /* index into tkvi_derived_config.key */
-    int tokens; /* capacity: 64, or that of the sink block */
+    int tokens; /* capacity: 64, or that of a block of sinks or anchors */
     int n_kv_heads;
     int size_class;      /* index into size_class */
     tkvi_bytes bytes;    /* all heads */
@@ -69,11 +69,12 @@ typedef struct tkvi_plan {
     int sink, window; /* tokens; window 0: none */
     /* Tokens added to the given lengths, so that layers demote at different tokens (tkvi_delay_layer). */
     int hot_delay, warm_delay;
-    int sees_sinks;     /* 1: queries see the sinks beyond their window */
-    int kept_window;    /* widest window of all layers that read this layer's blocks; 0: no window */
-    int keeps_sinks;    /* 1: one of these layers sees the sinks beyond its window, so they do not expire */
-    int sink_layout;    /* number of the layout of the sink block */
-    tkvi_tier_spec now; /* tiers at the current level */
+    int sees_sinks;  /* 1: queries see the sinks beyond their window */
+    int kept_window; /* widest window of all layers that read this layer's blocks; 0: no window */
+    int keeps_sinks; /* 1: one of these layers sees the sinks beyond its window, so they do not expire */
+    int sink_layout; /* number of the layout of the sink block */
+    int n_anchor_blocks, anchor_layout; /* blocks of anchors of a list, and the number of their layout */
+    tkvi_tier_spec now;                 /* tiers at the current level */
     /* Of the formats of all tiers and levels. allocates: 1: heads share the layer's bytes (core/allocate.h). Others:
      * families that learn from tokens, and from queries, as bits (tkvi_family.part). */
     int allocates, token_parts, query_parts;
@@ -82,12 +83,29 @@ typedef struct tkvi_plan {
     const char *immobile; /* NULL, or why keys cannot move (tkv_seq_shift) */
 } tkvi_plan;
 
+/* Number of blocks that a list of a layer begins with: those of anchors, and that of sinks. */
+static int tkvi_n_front_blocks(const tkvi_plan *p) { return p->n_anchor_blocks + (p->sink > 0); }
+
 /* Do blocks of this layer need a table at some level? */
 static int tkvi_plan_learns(const tkvi_plan *p) {
     return p->allocates || (TKVI_HAS_TOKEN_LEARNERS && p->token_parts);
 }
 
 #define TKVI_VERSIONS 4 /* versions of a layer's table that blocks can be coded with */
+
+#define TKVI_MAX_ANCHORS 1024
+#define TKVI_ANCHOR_SLOTS 32 /* most anchors of a block: their indices take 32 bits (tkvi_token_meta) */
+
+/* Number of blocks that hold the anchors of a list. */
+static int tkvi_n_anchor_blocks(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT ? (cfg->tiers.n_anchors + TKVI_ANCHOR_SLOTS - 1) / TKVI_ANCHOR_SLOTS : 0;
+}
+
+/* Capacity of each of these blocks. The last one may have more slots than anchors are left. */
+static int tkvi_anchor_capacity(const tkv_config *cfg) {
+    const int n = tkvi_n_anchor_blocks(cfg);
+    return n ? (cfg->tiers.n_anchors + n - 1) / n : 0;
+}
 
 #define TKVI_MAX_LAYERS 4096
 #define TKVI_MAX_LAYOUTS 128
@@ -732,6 +750,7 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_layout]++;
+    blocks[p->anchor_layout] += p->n_anchor_blocks;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
         blocks[r->key[tier]] += n;
@@ -802,9 +821,12 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
     p->now = tier_specs[h->cfg.budget.pressure.min_level];
     p->sink_layout =
-        p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
-                : p->now.layout[TKV_TIER_HOT];
-    fits &= p->sink_layout >= 0;
+        p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink) : p->now.layout[TKV_TIER_HOT];
+    p->n_anchor_blocks = tkvi_n_anchor_blocks(&h->cfg);
+    p->anchor_layout = p->n_anchor_blocks
+                           ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], tkvi_anchor_capacity(&h->cfg))
+                           : p->now.layout[TKV_TIER_HOT];
+    fits &= p->sink_layout >= 0 && p->anchor_layout >= 0;
     h->any_shared |= p->allocates;
     h->token_parts |= p->token_parts;
     h->query_parts |= p->query_parts;
@@ -941,7 +963,7 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
     return st;
 }
 
-/* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors lie in the sink block, and they never expire. */
+/* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors stand beside the sinks, and they never expire. */
 static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     tkv_format_pair unused[TKV_TIER_COUNT];
     tkv_level none;
@@ -952,7 +974,6 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
         if (p.stored_layer < 0) continue;
         if (p.window) return "it must be 0 where a layer has a window";
         if (p.stored_layer == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
-        if (p.sink + cfg->tiers.n_anchors > 32) return "it must be at most 32 less the sinks";
     }
     return NULL;
 }
@@ -1051,7 +1072,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     TKVI_RANGE_(meter.every, 0, TKVI_FOREVER, "it must be 1 to 2^30 - 1, or 0 for what costs little");
     wrong = tkvi_evict_fault(&cfg->evict, &field, &value);
     if (wrong) return tkvi_bad(reason, size, field, value, wrong);
-    TKVI_RANGE_(tiers.n_anchors, 0, 28, "it must be 1 to 28, or 0 for none");
+    TKVI_RANGE_(tiers.n_anchors, 0, TKVI_MAX_ANCHORS, "it must be 1 to 1024, or 0 for none");
     TKVI_RANGE_(importance.sample_every, 0, TKVI_FOREVER,
                 "it must be 1 to 2^30 - 1, or 0 for what the policy needs");
     {

@@ -52,7 +52,7 @@ typedef struct tkvi_block {
 typedef struct tkvi_entry {
     uint32_t block; /* block number; of a free entry, the next free one */
     int start;      /* index of the first token; the entry covers indices up to the start of the next entry */
-    /* bit per slot, oldest first: evicted, removed, truncated, or now an anchor with the sinks */
+    /* bit per slot, oldest first: evicted, removed, truncated, or now in a block of anchors */
     uint64_t evicted_mask;
     uint64_t sink_mask;   /* bit per slot: a live token that the caller named a sink (step/sinks.h) */
     uint32_t next_holder; /* ring of the entries that hold the block */
@@ -65,17 +65,21 @@ typedef struct tkvi_entry {
     uint8_t end_slot;   /* not 0: slots from here on too, so indices up to the next entry have no token */
     uint8_t tier;       /* tier of the block in this list (tkvi_tier_at) */
     uint8_t is_first;   /* 1 for one entry of each ring: what counts a block once counts it with this entry */
-    uint8_t in_use;     /* 0: this entry is free */
+    uint8_t has_anchors; /* 1: its tokens are anchors, which can have any index (reclaim/anchors.h) */
+    uint8_t in_use;      /* 0: this entry is free */
 } tkvi_entry;
 
 /* Data of an entry's tokens, for eviction, importance and anchors (tkvi_keeps_token_meta). */
 typedef struct tkvi_token_meta {
-    uint16_t positions[64];  /* positions of a packed block, relative to its start (tkvi_slot_index) */
+    union {                             /* of a packed block (tkvi_slot_index) */
+        uint16_t after_start[64];       /* indices, less the start of the entry */
+        int32_t any[TKVI_ANCHOR_SLOTS]; /* has_anchors: indices */
+    } index;
     uint32_t scores[64];     /* attention scores, or norms of keys (reclaim/scores.h) */
     uint64_t pinned_mask;    /* bits: these tokens are never evicted */
     uint64_t temporary_mask; /* bits: these tokens stay while the list is shorter than temporary_until */
-    uint64_t
-        anchored_mask; /* bits, also in evicted_mask: exact in the sink block; the slot here stays reserved */
+    /* bits, also in evicted_mask: exact in a block of anchors; the slot here stays reserved */
+    uint64_t anchored_mask;
     uint64_t victim_mask; /* bits: victims of a pending eviction (reclaim/evict_tokens.h) */
     int temporary_until;  /* end of the temporary pins, a length of the list */
     int score_step;       /* length of the list when `scores` were last updated */
@@ -428,6 +432,7 @@ static uint32_t tkvi_new_entry(tkvi_pool *pool, int layout, int start, int shift
     e->n_packed = 0;
     e->first_slot = e->end_slot = 0;
     e->tier = TKV_TIER_HOT;
+    e->has_anchors = 0;
     tkvi_new_block(pool, id, layout, start + shift);
     if (TKVI_HAS_EVICT && pool->token_meta) memset(&pool->token_meta[id], 0, sizeof *pool->token_meta);
     return id;

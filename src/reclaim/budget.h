@@ -254,9 +254,9 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
     tkvi_stretch stretch;
     int i, t, token = 0, n_outside = 0, last_expired = -1;
     memset(&stretch, 0, sizeof stretch);
-    for (i = 0; i + 1 < list->n; i++) { /* the last block stays as it is */
+    for (i = list->anchors; i + 1 < list->n; i++) { /* the last block stays as it is */
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
                                       tkvi_sink_mask(&kv->pool, ids[i]));

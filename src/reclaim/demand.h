@@ -98,13 +98,13 @@ static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const 
     return tkvi_tail_free_slots(kv, p, list, ids) && (last->turned != 0 || list->len + last->shift < 0);
 }
 
-/* Number of blocks that n more tokens open. *sink: 1 if the sinks' block is one of them. */
+/* Number of blocks that n more tokens open. *n_front: those of them that the list begins with (tkvi_n_front_blocks). */
 static int tkvi_n_new_blocks(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
-                             const uint32_t *ids, int n, int *sink) {
+                             const uint32_t *ids, int n, int *n_front) {
     int n_tokens = n - tkvi_tail_free_slots(kv, p, list, ids);
-    *sink = n_tokens > 0 && list->len == 0 && p->sink > 0;
-    if (*sink) n_tokens -= p->sink;
-    return *sink + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
+    *n_front = n_tokens > 0 && list->len == 0 ? tkvi_n_front_blocks(p) : 0;
+    if (*n_front) n_tokens -= p->sink;
+    return *n_front + (n_tokens > 0 ? (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK : 0);
 }
 
 /* Adds the blocks that n more tokens of a list take, less the blocks that expire before. */
@@ -112,10 +112,11 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int sink, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &sink);
-    if (sink) tkvi_demand_blocks(&kv->pool, p->sink_layout, 1, demand);
+    int n_front, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &n_front);
+    if (n_front) tkvi_demand_blocks(&kv->pool, p->sink_layout, p->sink > 0, demand);
+    if (n_front) tkvi_demand_blocks(&kv->pool, p->anchor_layout, p->n_anchor_blocks, demand);
     if (tkvi_tail_needs_entry(kv, p, list, ids)) n_blocks++; /* as a block of its own */
-    tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - sink, demand);
+    tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - n_front, demand);
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
         demand->slots[kv->tables.layout[tkvi_block_of(kv, ids[list->n - 1])->layout].size_class]++;
     for (i = kv->seq[seq].in_step ? 0 : tkvi_n_expiring(kv, seq, layer); i-- > 0;) {
@@ -136,11 +137,11 @@ static int tkvi_n_row_entries(tkv_cache *kv, const tkv_rows *row, int layer) {
         const tkvi_plan *p = &kv->tables.plan[l];
         const tkvi_list *list = tkvi_list_of(kv, row->seq, l);
         const int n = layer < 0 ? len_after - list->len : row->n;
-        int sink;
+        int n_front;
         if (p->stored_layer == l && n > 0)
             most =
                 tkvi_max(most, list->n + 1 + tkvi_tail_needs_entry(kv, p, list, tkvi_ids(kv, row->seq, l)) +
-                                   tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &sink));
+                                   tkvi_n_new_blocks(kv, p, list, tkvi_ids(kv, row->seq, l), n, &n_front));
     }
     return most;
 }

@@ -7,7 +7,7 @@
  *     evicted     . x x .   x x x .   . x . .
  *     merged     [a d h -]           [i . k l]        both blocks are decoded and encoded as one
  *
- * Tokens keep their positions: a packed block lists them (tkvi_token_meta.positions). An empty block is freed, and
+ * Tokens keep their positions: a packed block lists them (tkvi_token_meta.index). An empty block is freed, and
  * the block before it then covers its positions. The last block is neither freed nor merged. Nor is a block that
  * several lists hold. Eviction needs no memory except kv->work.choice, which grows with the lists.
  */
@@ -32,13 +32,11 @@ static int tkvi_n_live(const tkv_cache *kv, int seq, int layer) {
     return n;
 }
 
-/* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: the sinks'
- * block may hold any position. */
+/* Index of the block at which a walk over the tokens from a position on begins. With anchors it is 0: their blocks
+ * may hold any position. */
 static int tkvi_first_block_to_search(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
                                       int position) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors
-               ? 0
-               : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
+    return list->anchors ? 0 : tkvi_max(0, tkvi_block_at(kv, list, ids, position));
 }
 
 /* Mask of the pinned tokens and named sinks of a block, without temporary pins that have ended. */
@@ -48,12 +46,9 @@ static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, 
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
-/* Mask of the live tokens of block i that a policy may choose. Anchors in the sinks' block are not among them. */
-static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids,
-                                    int layer, int i) {
-    const uint64_t live_mask = tkvi_live_mask_in(kv, list, ids, i);
-    return i < list->sinks ? live_mask & ~(uint64_t)0 >> (TKVI_BLOCK - kv->tables.plan[layer].sink)
-                           : live_mask;
+/* Mask of the live tokens of block i that a policy may choose. Anchors are not among them. */
+static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return i < list->anchors ? 0 : tkvi_live_mask_in(kv, list, ids, i);
 }
 
 /* Number of live tokens at the positions start .. start + n - 1. */
@@ -150,10 +145,11 @@ static void tkvi_advance_start(tkv_cache *kv, const tkvi_list *list, const uint3
     int t, shift = 0;
     tkvi_list_positions(kv, list, ids, i);
     for (t = e->n_packed; t-- > e->first_slot;) /* slots before it belong to another entry */
-        if (!(e->evicted_mask >> t & 1)) shift = token_meta->positions[t];
+        if (!(e->evicted_mask >> t & 1)) shift = token_meta->index.after_start[t];
     for (t = 0; t < e->n_packed; t++)
-        token_meta->positions[t] =
-            (uint16_t)(token_meta->positions[t] > shift ? token_meta->positions[t] - shift : 0);
+        token_meta->index.after_start[t] =
+            (uint16_t)(token_meta->index.after_start[t] > shift ? token_meta->index.after_start[t] - shift
+                                                                : 0);
     e->start += shift;
 }
 
@@ -231,7 +227,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, n;
-    for (i = 0; i + 1 < list->n; i++)
+    for (i = list->anchors; i + 1 < list->n; i++)
         if (!tkvi_used_mask(kv, list, ids, i)) tkvi_free_block(kv, seq, layer, i--);
     for (i = list->sinks; i + 1 < list->n; i++)
         while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
@@ -304,7 +300,7 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
         memset(anchor, 0, sizeof anchor);
         for (pass = 0; pass < 2; pass++) {
             for (i = 0, first = 0; i < list->n; i++, first += count) {
-                const uint64_t mask = tkvi_choosable_mask(kv, list, ids, layer, i);
+                const uint64_t mask = tkvi_choosable_mask(kv, list, ids, i);
                 count = tkvi_n_bits(mask);
                 tkvi_decode_keys(kv, seq, layer, ids[i], head, mask, kv->work.recode);
                 for (t = 0; t < count; t++)
@@ -333,7 +329,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
-        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
         kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
@@ -392,7 +388,7 @@ static void tkvi_mark_victims(tkv_cache *kv, int seq, int layer, const tkvi_choi
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, token = 0;
     for (i = 0; i < list->n; i++) {
-        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, layer, i);
+        const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         uint64_t *victim_mask = &kv->pool.token_meta[ids[i]].victim_mask;
         *victim_mask = 0;
         for (t = 0; t < TKVI_BLOCK; t++)

@@ -1,5 +1,6 @@
 /*
- * step/fork.h - tkv_seq_fork: gives a sequence the first tokens of another one. No byte of a block is copied.
+ * step/fork.h - tkv_seq_fork: gives a sequence the first tokens of another one. Blocks are not copied, except those of
+ * anchors.
  *
  *     before    src   [A][B][C][D    ]
  *     fork      src   [A][B][C][D    ]      dst has an entry of its own for each block; the blocks have two holders
@@ -13,20 +14,6 @@
 #define TKVI_STEP_FORK_H
 
 #include "step/states.h"
-
-/* Number of blocks of a layer that hold any of the first n_tokens. */
-static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int n_tokens) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int n = list->n;
-    while (n > 0 && tkvi_block_start(kv, ids, n - 1) >= n_tokens) n--;
-    return n;
-}
-
-/* 1 if the sinks' block of a layer is copied at once: anchors will be written to it (reclaim/anchors.h). */
-static int tkvi_copies_sinks(const tkv_cache *kv, int seq, int layer) {
-    return TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors > 0 && tkvi_list_of(kv, seq, layer)->sinks > 0;
-}
 
 /* >>room */
 /* Adds the entries and slots that an operation takes to a demand. Returns the length of the longest list then. */
@@ -92,7 +79,7 @@ typedef struct tkvi_fork {
     int src, dst, n_tokens;
 } tkvi_fork;
 
-/* Entries beyond those that dst gives back, and copies of sinks' blocks. */
+/* Entries beyond those that dst gives back, and copies of the blocks of anchors. */
 static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     const tkvi_fork *fork = (const tkvi_fork *)what;
     int layer, longest = 0;
@@ -101,8 +88,9 @@ static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand)
         const tkvi_plan *p = &kv->tables.plan[layer];
         longest = tkvi_max(longest, n);
         demand->entries += n - tkvi_list_of(kv, fork->dst, layer)->n;
-        if (n && tkvi_copies_sinks(kv, fork->src, layer))
-            demand->slots[kv->tables.layout[p->sink_layout].size_class]++;
+        if (n)
+            demand->slots[kv->tables.layout[p->anchor_layout].size_class] +=
+                tkvi_list_of(kv, fork->src, layer)->anchors;
     }
     return longest;
 }
@@ -120,7 +108,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
-    if (n && tkvi_copies_sinks(kv, dst, layer)) tkvi_copy_shared(kv, new_ids[0]);
+    for (i = 0; i < to->anchors; i++) tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 

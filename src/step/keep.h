@@ -55,7 +55,7 @@ static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *kee
     int i, slot;
     if (keep->first < list->expired)
         return tkvi_fail(kv, TKV_ERR_STATE, "tokens have expired: index", keep->first, "");
-    for (i = 0; i < list->n; i++) {
+    for (i = list->anchors; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_record *r = kv->tables.layout[b->layout].record;
         uint32_t n_own = 1;
@@ -160,7 +160,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
-    const int n_old = list->n, i = tkvi_max(0, tkvi_block_at(kv, list, ids, keep->first));
+    const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t, n_sinks = 0;
     tkvi_keep_cursor to;
     if (!list->n) return;

@@ -88,8 +88,7 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
     if (to < list->len) return list->len; /* the last token stays */
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
-        if (i < list->sinks)
-            used &= tkvi_slots_before(kv->tables.plan[layer].sink); /* behind them: anchors */
+        if (i < list->anchors) used = 0; /* their own blocks have them too */
         tkvi_indices_in(kv, list, ids, i, range, &from, &to);
         if (from < to) used &= ~tkvi_slots_between(kv, list, ids, i, from, to);
         for (t = TKVI_BLOCK; used && t-- > 0;)
@@ -102,15 +101,15 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
 static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    uint64_t live;
-    int t;
-    if (!TKVI_HAS_EVICT || !kv->tables.cfg.tiers.n_anchors || !list->n || !list->sinks) return;
-    live = tkvi_live_mask_in(kv, list, ids, 0);
-    for (t = 0; t < TKVI_BLOCK; t++) {
-        const int at = live >> t & 1 ? tkvi_slot_index(kv, ids[0], t) : -1;
-        const int position = at < 0 ? -1 : tkvi_index_position(kv, list, ids, at);
-        if (position >= range->first && position < range->end)
-            kv->pool.entry[ids[0]].evicted_mask |= (uint64_t)1 << t;
+    int i, t;
+    for (i = 0; i < list->anchors; i++) {
+        const uint64_t live = tkvi_live_mask_in(kv, list, ids, i);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = live >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : -1;
+            const int position = at < 0 ? -1 : tkvi_index_position(kv, list, ids, at);
+            if (position >= range->first && position < range->end)
+                kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
+        }
     }
 }
 
@@ -201,7 +200,7 @@ static void tkvi_cut_front(tkv_cache *kv, uint32_t id, int slot, int start) {
         tkvi_token_meta *meta = &kv->pool.token_meta[id];
         int t;
         for (t = slot; t < e->n_packed; t++)
-            meta->positions[t] = (uint16_t)(meta->positions[t] - (start - e->start));
+            meta->index.after_start[t] = (uint16_t)(meta->index.after_start[t] - (start - e->start));
         meta->pinned_mask &= kept;
         meta->temporary_mask &= kept;
     }
@@ -256,7 +255,7 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
         int t;
         tkvi_align_steps(kv, id, old_id);
         for (t = b->first_slot; t < TKVI_BLOCK; t++) {
-            to->positions[t] = (uint16_t)(from->positions[t] + (b->start - a->start));
+            to->index.after_start[t] = (uint16_t)(from->index.after_start[t] + (b->start - a->start));
             to->scores[t] = from->scores[t];
         }
         to->pinned_mask |= from->pinned_mask;

@@ -56,20 +56,20 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const tkvi_layout *layout = kv->tables.layout;
-    int len = kv->seq[seq].reserved_len, end, sink, blocks, i, tier;
+    int len = kv->seq[seq].reserved_len, end, n_front, blocks, i, tier;
     int64_t need[TKV_TIER_COUNT], most[TKV_TIER_COUNT];
     /* In a step the length before it counts, because the step may be aborted. */
     if (p->stored_layer != layer || (kv->seq[seq].in_step ? list->step_len : list->len) >= len) return 0;
     memset(need, 0, sizeof need);
-    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &sink);
-    need[TKV_TIER_HOT] = blocks - sink;
+    blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &n_front);
+    need[TKV_TIER_HOT] = blocks - n_front;
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_is_tail_shared(kv, list, ids))
         need[TKV_TIER_HOT]++; /* it is copied if another list appends first */
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
-    for (i = list->sinks + list->archive; i < list->n + blocks - sink; i++) {
+    for (i = list->sinks + list->archive; i < list->n + blocks - n_front; i++) {
         tkv_tier due;
-        if (i == list->n && sink) end = tkvi_min(len, end + p->sink);
+        if (i == list->n && n_front) end = tkvi_min(len, end + p->sink);
         if (i >= list->n) end = tkvi_min(len, end + TKVI_BLOCK);
         due = tkvi_tier_by_age(&p->now, tkvi_hot_age(kv, layer),
                                i + 1 < list->n ? tkvi_block_end(kv, list, ids, i) : end, len);
@@ -79,7 +79,8 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     if (kv->pool.keep_all)
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
-    if (sink) slots[layout[p->sink_layout].size_class]++;
+    if (n_front && p->sink) slots[layout[p->sink_layout].size_class]++;
+    if (n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
     slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
@@ -251,6 +252,21 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     return id;
 }
 
+/* Opens the blocks of anchors of an empty list. They have no token yet. */
+static void tkvi_open_anchors(tkv_cache *kv, const tkvi_plan *p, tkvi_list *list, uint32_t *ids) {
+    for (; list->anchors < p->n_anchor_blocks; list->anchors++) {
+        const uint32_t id = tkvi_new_entry(&kv->pool, p->anchor_layout, 0, 0);
+        tkvi_entry *e = &kv->pool.entry[id];
+        memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
+               kv->tables.layout[p->anchor_layout].bytes.total);
+        e->has_anchors = 1;
+        e->n_packed = 1; /* 0 would mean that it lists no indices */
+        e->evicted_mask = 1;
+        ids[list->n++] = id;
+        list->sinks++;
+    }
+}
+
 /* Returns the entry that takes the next token: the last one if its block has a free slot, else one with a new block. If
  * other lists hold the last block, this list gets a copy of it first. */
 static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position) {
@@ -269,6 +285,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     {
         int sink = list->len == 0 && p->sink > 0,
             layout = sink ? p->sink_layout : p->now.layout[TKV_TIER_HOT];
+        if (list->len == 0) tkvi_open_anchors(kv, p, list, ids);
         id = tkvi_new_entry(&kv->pool, layout, list->len, position - list->len);
         /* Free slots of a hot block are not read, so it is not cleared: all layers open one at the same token. A
          * store of offloaded blocks gets whole blocks, so they must not hold other memory. */
@@ -446,7 +463,7 @@ static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const int needed =
         (list->len - tkvi_n_expired(kv, layer, list, tkvi_ids(kv, seq, layer)) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
-    if (list->n <= needed + needed / 2 + 2) return;
+    if (list->n - list->anchors <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
         while (tkvi_join_if_short(kv, seq, layer, i)) {}
 }
@@ -808,25 +825,34 @@ static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) 
     tkvi_wipe_slots(kv, seq, layer, i, slots);
 }
 
+/* Number of blocks of a layer that hold any of its first `len` tokens. Blocks of anchors are not alone in a list. */
+static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int n = list->n;
+    while (n > list->anchors && tkvi_block_start(kv, ids, n - 1) >= len) n--;
+    return n > list->anchors ? n : 0;
+}
+
 /* Truncates a list to its first `len` tokens. */
 static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int n_kept = list->n, i;
-    while (n_kept > 0 && tkvi_block_start(kv, ids, n_kept - 1) >= len) n_kept--;
+    const int n_kept = tkvi_n_blocks_before(kv, seq, layer, len);
+    int i;
     for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
-        if (list->sinks) tkvi_wipe_tokens(kv, seq, layer, 0, len);
+        for (i = 0; i < list->anchors; i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
     }
     list->len = len;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
-    if (list->n > 1 && list->sinks) tkvi_truncate_entry(kv, ids[0], len); /* anchors of the removed blocks */
+    for (i = 0; i < list->anchors; i++) tkvi_truncate_entry(kv, ids[i], len);
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -989,7 +1015,7 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
-         i++) { /* anchors can be read: they are in the sinks' block */
+         i++) { /* anchors can be read: they are in blocks of their own */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
         if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
