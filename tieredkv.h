@@ -101,7 +101,7 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -377,6 +377,10 @@
  *   extreme                       1.81   .0109                    +1.2 %
  *   archive and warm KIVI4        4.50   .0042                    +0.6 %
  *   warm KIVI4, archive KIVI2     2.50   .168                     +16.8 %
+ *
+ *   A plan can follow the length. Preset "growing" is "quality" while the longest sequence has less than 2,048
+ *   tokens, then "balanced", and from 8,192 on "compact": tokens that age get the format of today's length. It needs
+ *   no max_tokens. A ladder of your own does the same: set from_tokens of its levels (cfg.budget.ladder).
  *
  *   On nine texts (six languages, C, Python), balanced has .55 times the divergence of KIVI4 in the mean. Larger
  *   models and texts above 8,192 tokens were not tested.
@@ -1439,6 +1443,11 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
     tkv_format_pair warm, archive;
+    /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
+     * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
+     * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+    int from_tokens;
 } tkv_level;
 
 /* Named settings of the pressure controller. */
@@ -1747,8 +1756,12 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.model.rope, or TKV_KVQUANT_POST_ROPE in
- * cfg.format.kvquant; else tkv_validate_config fails.
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
+ * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
+ * TKV_NO_METER leaves them out.
+ * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
+ * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -2346,7 +2359,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
  * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
- * fewer if no block has the oldest one any more.
+ * fewer if no block has the oldest one any more. Without a budget it counts all blocks at the first level.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -23125,11 +23138,12 @@ typedef struct tkvi_tables {
     int n_keys, n_layouts, n_classes;
     int any_shared, token_parts, query_parts; /* as in tkvi_derived_config */
     size_t page_bytes;
-    tkvi_plan *plan;            /* [n_layers] */
-    tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
-    int n_levels, level;        /* levels of the ladder; the current one */
-    int recode_pages;           /* pages that recoding needs under a budget; 0: no budget at creation */
-    tkvi_layout *layout;        /* [n_layouts] */
+    tkvi_plan *plan;                 /* [n_layers] */
+    tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
+    int n_levels, level;             /* levels of the ladder; the current one */
+    int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
+    tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
@@ -23527,16 +23541,17 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 /* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
  * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
-    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, 0};
 static const tkv_level tkvi_ladder_steps[] = {
-    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's plan */
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     0}, /* the config's plan */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 0},
 };
 
 static int tkvi_levels_of(const tkv_config *cfg) {
@@ -23906,8 +23921,21 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
+/* The reason why from_tokens of a level is wrong, or NULL. */
+static const char *tkvi_from_tokens_fault(const tkv_config *cfg, int level) {
+    const int n = cfg->budget.ladder[level].from_tokens,
+              before = level ? cfg->budget.ladder[level - 1].from_tokens : 0;
+    if (!TKVI_HAS_METER) return n ? "TKV_NO_METER leaves this out" : NULL;
+    if (n < 0 || n > TKVI_FOREVER) return "it must be 1 to 2^30 - 1, or 0 for none";
+    if (n && level == 0) return "it must be 0: a cache without tokens has this level";
+    if (n && (n <= before || (level > 1 && before == 0)))
+        return "lengths must rise from level 1 on, without gaps";
+    return n && cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides" : NULL;
+}
+
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
     tkv_status st = TKV_OK;
+    const char *wrong;
     int i;
     for (i = 0; i < cfg->budget.n_levels && !st; i++) {
         tkv_layer_config c;
@@ -23919,6 +23947,10 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         c.archive = cfg->budget.ladder[i].archive;
         tkvi_name_entry(owner, sizeof owner, "budget.ladder[", i);
         st = tkvi_validate_tiers(&c, owner, reason, size);
+        wrong = st ? NULL : tkvi_from_tokens_fault(cfg, i);
+        if (wrong)
+            st = tkvi_bad_in(reason, size, owner, "from_tokens", cfg->budget.ladder[i].from_tokens, wrong);
+        if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
 }
@@ -24327,6 +24359,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
+    for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
@@ -24407,6 +24440,10 @@ static const tkvi_preset tkvi_presets[] = {
     {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+#if TKVI_HAS_METER /* they have ladders, too: tkvi_ladders */
+    {"by-length", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"growing", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+#endif
     /* from RuvLLM: ADR-004, then the profiles in its code */
     {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
@@ -24439,6 +24476,48 @@ static const char *tkvi_preset_name(int i) {
     return NULL;
 }
 
+#if TKVI_HAS_METER
+/* Ladders of presets whose archive follows the length of the longest sequence. A level takes hot and warm of the
+ * preset. */
+static const tkv_level tkvi_ladder_by_length[] = {
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}, 2048},
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}, 8192},
+};
+static const tkv_level tkvi_ladder_growing[] = {
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, 2048},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 8192},
+};
+
+static const struct tkvi_named_ladder {
+    const char *name; /* of the preset */
+    const tkv_level *level;
+    int n_levels;
+} tkvi_ladders[] = {
+    {"by-length", tkvi_ladder_by_length, 3},
+    {"growing", tkvi_ladder_growing, 3},
+};
+
+/* Sets the ladder of the preset `name`, or removes that of another preset. A ladder of the program stays. */
+static void tkvi_apply_ladder(tkv_config *cfg, const char *name) {
+    size_t i;
+    for (i = 0; i < sizeof tkvi_ladders / sizeof *tkvi_ladders; i++) {
+        const int is_it = strcmp(name, tkvi_ladders[i].name) == 0;
+        if (!is_it && cfg->budget.ladder != tkvi_ladders[i].level) continue;
+        cfg->budget.ladder = is_it ? tkvi_ladders[i].level : NULL;
+        cfg->budget.n_levels = is_it ? tkvi_ladders[i].n_levels : 0;
+        if (is_it) return;
+    }
+}
+
+#else
+static void tkvi_apply_ladder(tkv_config *cfg, const char *name) {
+    (void)cfg;
+    (void)name;
+}
+#endif
+
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
     int i;
     for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
@@ -24451,6 +24530,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
         cfg->tiers.hot.k = cfg->tiers.hot.v = TKV_FORMAT_DEFAULT;
         cfg->tiers.warm = tkvi_presets[i].warm;
         cfg->tiers.archive = tkvi_presets[i].archive;
+        tkvi_apply_ladder(cfg, name);
         return TKV_OK;
     }
     return TKV_ERR_ARG;
@@ -26038,6 +26118,7 @@ typedef struct tkvi_budget_state {
     size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
     int64_t recode_backlog;  /* bytes that recoding must still free to pay for appended tokens */
     size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
+    int length_level;        /* level by the length of the longest sequence (tkv_level.from_tokens) */
     int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
 } tkvi_budget_state;
 
@@ -27044,6 +27125,9 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
     if (!st && cfg->limits.max_tokens == 0)
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
+    if (TKVI_HAS_METER && !st && derived->n_levels > 1 && derived->ladder[1].from_tokens)
+        return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
+                        "it must be 0 in place: there the plan is fixed");
     if (!st) st = tkvi_size_in_place(derived, sizes);
     if (st == TKV_ERR_BUDGET)
         return tkvi_give_reason(
@@ -31598,8 +31682,35 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
     kv->budget.relax_at = (size_t)-1;
     tkvi_pressure_move(&kv->budget.pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_used_bytes(kv),
-                    level > from ? "the pressure rose: old tokens get fewer bits"
-                                 : "the pressure fell: new tokens get more bits");
+                    !tkvi_has_budget(kv) ? "the plan changed: tokens that age get other formats"
+                    : level > from       ? "the pressure rose: old tokens get fewer bits"
+                                         : "the pressure fell: new tokens get more bits");
+}
+
+/* 1 if memory is reserved for a sequence. */
+static int tkvi_has_reservation(const tkv_cache *kv) {
+    int seq, any = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) any |= kv->seq[seq].reserved_len != 0;
+    return any;
+}
+
+/* Goes to the level that the longest sequence demands (tkv_level.from_tokens), before an append or a reservation of
+ * rows. Only the first layer with K and V of its own decides, so that all layers of a step see one level. */
+static void tkvi_follow_length(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    const int *from = kv->tables.from_tokens;
+    int i, longest = 0, level = 0;
+    if (!TKVI_HAS_METER || !from[1]) return;
+    for (i = 0; i < layer; i++)
+        if (kv->tables.plan[i].stored_layer == i) return;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, i, layer)->len);
+    for (i = 0; i < n_rows; i++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, rows[i].seq, layer)->len + rows[i].n);
+    while (level + 1 < kv->tables.n_levels && from[level + 1] && longest >= from[level + 1]) level++;
+    if (level == kv->budget.length_level || tkvi_has_reservation(kv)) return;
+    kv->budget.length_level = level;
+    tkvi_change_level(
+        kv, tkvi_max(kv->budget.pressure.cfg.min_level, tkvi_min(kv->budget.pressure.cfg.max_level, level)));
 }
 
 /* >>offloading */
@@ -35527,6 +35638,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
                  token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
     int i, first = 0, has_step = 0, is_covered = 0;
     tkv_status st = TKV_OK;
+    tkvi_follow_length(kv, layer, rows, request->n_rows);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
@@ -35913,6 +36025,8 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     request.layer = -1;
     reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
     kv->seq[seq].used = ++kv->call.clock;
+    for (layer = 0; TKVI_HAS_METER && kv->tables.plan[layer].stored_layer != layer;) layer++;
+    tkvi_follow_length(kv, layer, &row, 1);
     tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
@@ -40340,6 +40454,7 @@ static const tkvi_row tkvi_level_rows[] = {
     TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, from_tokens, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_pressure_rows[] = {
@@ -40861,9 +40976,11 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
         if (!r.highest[a->group]) continue;
         r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
         memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
-        memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
+    for (i = 0; i < TKVI_ARRAYS; i++) /* after a preset, which can have a ladder of its own */
+        if (r.highest[tkvi_arrays[i].group])
+            memcpy((char *)&full + tkvi_arrays[i].at, &r.base[tkvi_arrays[i].group], sizeof(void *));
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
     if (!st) *cfg = full;
     return st;

@@ -21,10 +21,10 @@
 
 #define PIECE TKV_BLOCK_TOKENS
 
-static const tkv_level ladder[] = {{32, TKV_OFF, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
-                                   {32, TKV_OFF, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}},
-                                   {32, TKV_OFF, {TKV_A25, TKV_R20}, {TKV_A25, TKV_R20}},
-                                   {32, TKV_OFF, {TKV_A20, TKV_R15}, {TKV_A20, TKV_R15}}};
+static const tkv_level ladder[] = {{32, TKV_OFF, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
+                                   {32, TKV_OFF, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}, 0},
+                                   {32, TKV_OFF, {TKV_A25, TKV_R20}, {TKV_A25, TKV_R20}, 0},
+                                   {32, TKV_OFF, {TKV_A20, TKV_R15}, {TKV_A20, TKV_R15}, 0}};
 
 static double loss_of(const float *logits, int vocab, int token) { /* nats */
     double top = (double)logits[0], sum = 0.0;

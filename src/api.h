@@ -250,6 +250,11 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
     tkv_format_pair warm, archive;
+    /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
+     * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
+     * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+    int from_tokens;
 } tkv_level;
 
 /* Named settings of the pressure controller. */
@@ -558,8 +563,12 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.model.rope, or TKV_KVQUANT_POST_ROPE in
- * cfg.format.kvquant; else tkv_validate_config fails.
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
+ * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
+ * TKV_NO_METER leaves them out.
+ * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
+ * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -1157,7 +1166,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
  * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
- * fewer if no block has the oldest one any more.
+ * fewer if no block has the oldest one any more. Without a budget it counts all blocks at the first level.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;

@@ -99,7 +99,7 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -375,6 +375,10 @@
  *   extreme                       1.81   .0109                    +1.2 %
  *   archive and warm KIVI4        4.50   .0042                    +0.6 %
  *   warm KIVI4, archive KIVI2     2.50   .168                     +16.8 %
+ *
+ *   A plan can follow the length. Preset "growing" is "quality" while the longest sequence has less than 2,048
+ *   tokens, then "balanced", and from 8,192 on "compact": tokens that age get the format of today's length. It needs
+ *   no max_tokens. A ladder of your own does the same: set from_tokens of its levels (cfg.budget.ladder).
  *
  *   On nine texts (six languages, C, Python), balanced has .55 times the divergence of KIVI4 in the mean. Larger
  *   models and texts above 8,192 tokens were not tested.

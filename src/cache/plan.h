@@ -143,11 +143,12 @@ typedef struct tkvi_tables {
     int n_keys, n_layouts, n_classes;
     int any_shared, token_parts, query_parts; /* as in tkvi_derived_config */
     size_t page_bytes;
-    tkvi_plan *plan;            /* [n_layers] */
-    tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
-    int n_levels, level;        /* levels of the ladder; the current one */
-    int recode_pages;           /* pages that recoding needs under a budget; 0: no budget at creation */
-    tkvi_layout *layout;        /* [n_layouts] */
+    tkvi_plan *plan;                 /* [n_layers] */
+    tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
+    int n_levels, level;             /* levels of the ladder; the current one */
+    int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
+    tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
@@ -545,16 +546,17 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 /* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
  * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
-    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, 0};
 static const tkv_level tkvi_ladder_steps[] = {
-    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's plan */
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     0}, /* the config's plan */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 0},
 };
 
 static int tkvi_levels_of(const tkv_config *cfg) {
@@ -924,8 +926,21 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
+/* The reason why from_tokens of a level is wrong, or NULL. */
+static const char *tkvi_from_tokens_fault(const tkv_config *cfg, int level) {
+    const int n = cfg->budget.ladder[level].from_tokens,
+              before = level ? cfg->budget.ladder[level - 1].from_tokens : 0;
+    if (!TKVI_HAS_METER) return n ? "TKV_NO_METER leaves this out" : NULL;
+    if (n < 0 || n > TKVI_FOREVER) return "it must be 1 to 2^30 - 1, or 0 for none";
+    if (n && level == 0) return "it must be 0: a cache without tokens has this level";
+    if (n && (n <= before || (level > 1 && before == 0)))
+        return "lengths must rise from level 1 on, without gaps";
+    return n && cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides" : NULL;
+}
+
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
     tkv_status st = TKV_OK;
+    const char *wrong;
     int i;
     for (i = 0; i < cfg->budget.n_levels && !st; i++) {
         tkv_layer_config c;
@@ -937,6 +952,10 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         c.archive = cfg->budget.ladder[i].archive;
         tkvi_name_entry(owner, sizeof owner, "budget.ladder[", i);
         st = tkvi_validate_tiers(&c, owner, reason, size);
+        wrong = st ? NULL : tkvi_from_tokens_fault(cfg, i);
+        if (wrong)
+            st = tkvi_bad_in(reason, size, owner, "from_tokens", cfg->budget.ladder[i].from_tokens, wrong);
+        if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
 }
@@ -1345,6 +1364,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
+    for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);

@@ -617,6 +617,7 @@ static const tkvi_row tkvi_level_rows[] = {
     TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, from_tokens, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_pressure_rows[] = {
@@ -1138,9 +1139,11 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
         if (!r.highest[a->group]) continue;
         r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
         memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
-        memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
+    for (i = 0; i < TKVI_ARRAYS; i++) /* after a preset, which can have a ladder of its own */
+        if (r.highest[tkvi_arrays[i].group])
+            memcpy((char *)&full + tkvi_arrays[i].at, &r.base[tkvi_arrays[i].group], sizeof(void *));
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
     if (!st) *cfg = full;
     return st;

@@ -494,6 +494,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
                  token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
     int i, first = 0, has_step = 0, is_covered = 0;
     tkv_status st = TKV_OK;
+    tkvi_follow_length(kv, layer, rows, request->n_rows);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
@@ -880,6 +881,8 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     request.layer = -1;
     reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
     kv->seq[seq].used = ++kv->call.clock;
+    for (layer = 0; TKVI_HAS_METER && kv->tables.plan[layer].stored_layer != layer;) layer++;
+    tkvi_follow_length(kv, layer, &row, 1);
     tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);

@@ -454,12 +454,22 @@ static void metering(void) {
     float score = 0.5f;
     const tkv_status want = no_meter ? TKV_ERR_UNSUPPORTED : TKV_OK;
     size_t needed = 0;
+    tkv_level level[2];
+    memset(level, 0, sizeof level);
     cfg.meter.heads = 1;
     cfg.meter.every = 1;
     if (no_meter) {
         CHECK(config_refused(&cfg, "meter.heads is 1;", no_meter));
         cfg.meter.heads = 0;
+        level[1].from_tokens = 500;
+        cfg.budget.ladder = level;
+        cfg.budget.n_levels = 2;
+        CHECK(config_refused(&cfg, "budget.ladder[1].from_tokens is 500;", no_meter));
+        cfg.budget.ladder = NULL;
+        cfg.budget.n_levels = 0;
     }
+    CHECK((tkv_apply_preset(&cfg, "growing") == TKV_OK) == !no_meter);
+    if (!no_meter) CHECK(tkv_apply_preset(&cfg, "balanced") == TKV_OK);
     kv = cache(&cfg);
     if (!kv) return;
     CHECK(agrees(kv));
