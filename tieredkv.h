@@ -798,7 +798,9 @@
  *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
  *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
  *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
- *   tokens. A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
+ *   tokens. cfg.budget.adapt = 1 gives the cache levels around its plan, without a ladder of yours. With
+ *   cfg.meter.target = .99 an append does all of this itself: the level follows the cache's own meter.
+ *   A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
  *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
@@ -1690,12 +1692,20 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
+    /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
+     * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+    int adapt;
 } tkv_budget_config;
 
 typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int heads;                    /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
     int tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
+    /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
+     * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
+     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+    float target;
 } tkv_meter_config;
 
 typedef struct tkv_host_config { /* the program around the cache */
@@ -2970,8 +2980,9 @@ TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tk
  * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
 TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out);
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
- * cfg.budget.ladder within cfg.budget.pressure, for later tokens. Under a budget, memory decides the level, so
- * only hot_tokens change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
+ * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
+ * made. Counts as a write. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
@@ -23111,6 +23122,7 @@ typedef struct tkvi_derived_config {
     int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
+    int first_level;        /* level of a new cache */
     int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
@@ -23238,6 +23250,8 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
                              "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_METER && cfg->meter.heads)
         return tkvi_bad_here(reason, size, "meter.heads", cfg->meter.heads, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER && cfg->budget.adapt)
+        return tkvi_bad_here(reason, size, "budget.adapt", cfg->budget.adapt, "TKV_NO_METER leaves this out");
     return TKV_OK;
 }
 
@@ -23554,8 +23568,13 @@ static const tkv_level tkvi_ladder_steps[] = {
     {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 0},
 };
 
+static int tkvi_adapt_ladder(const tkv_config *cfg, tkv_level *ladder, int *plan);
+
 static int tkvi_levels_of(const tkv_config *cfg) {
     const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    tkv_level unused[TKV_MAX_LEVELS];
+    int plan;
+    if (TKVI_HAS_METER && cfg->budget.adapt) return tkvi_adapt_ladder(cfg, unused, &plan);
     return cfg->budget.ladder ? cfg->budget.n_levels : cfg->budget.bytes ? 1 + steps : 1;
 }
 
@@ -23587,6 +23606,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
+    if (TKVI_HAS_METER && cfg->budget.adapt) (void)tkvi_adapt_ladder(cfg, h->ladder, &h->first_level);
     for (i = 0; i < h->n_levels && cfg->budget.ladder; i++) h->ladder[i] = cfg->budget.ladder[i];
     if (cfg->budget.ladder || !cfg->budget.bytes) return;
     h->ladder[0] = tkvi_ladder_exact;
@@ -23745,6 +23765,33 @@ static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier
     return r->warm < (cfg->budget.bytes ? TKVI_FOREVER : cfg->limits.max_tokens);
 }
 
+/* Fills in the ladder of cfg.budget.adapt. *plan: the level of the plan. Returns the number of levels. */
+static int tkvi_adapt_ladder(const tkv_config *cfg, tkv_level *ladder, int *plan) {
+    static const tkv_format_pair none = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
+    static const tkv_format_pair archives[] = {
+        {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, {TKV_A25, TKV_R20}, {TKV_A20, TKV_R15}};
+    const tkvi_geometry g = tkvi_model_geometry(&cfg->model);
+    const tkv_format_pair own = tkvi_pair(none, cfg->tiers.archive, TKV_A30, TKV_R30);
+    tkv_config full = *cfg;
+    tkvi_bytes own_bytes, bytes;
+    int i, n = 0, above = 0;
+    memset(ladder, 0, TKV_MAX_LEVELS * sizeof *ladder);
+    memset(&own_bytes, 0, sizeof own_bytes);
+    tkvi_fill_defaults(&full);
+    (void)tkvi_key_bytes(&full, tkvi_layout_key_of(&g, own, TKVI_BLOCK), &own_bytes);
+    for (i = 0; i < (int)(sizeof archives / sizeof *archives); i++) {
+        memset(&bytes, 0, sizeof bytes);
+        (void)tkvi_key_bytes(&full, tkvi_layout_key_of(&g, archives[i], TKVI_BLOCK), &bytes);
+        if (bytes.total > own_bytes.total) above++;
+        if (n == above && bytes.total < own_bytes.total) ladder[n++].archive = own;
+        if (bytes.total != own_bytes.total) ladder[n++].archive = archives[i];
+        else if (n == above) ladder[n++].archive = own;
+    }
+    if (n == above) ladder[n++].archive = own;
+    *plan = above;
+    return n;
+}
+
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_format_pair pair[TKV_TIER_COUNT];
@@ -23774,7 +23821,7 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of the first level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, rank = 0, n_own = 0, fits = 1;
@@ -23797,7 +23844,7 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
         }
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
-    p->now = tier_specs[h->cfg.budget.pressure.min_level];
+    p->now = tier_specs[h->first_level];
     p->sink_layout =
         p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink + h->cfg.tiers.n_anchors)
                 : p->now.layout[TKV_TIER_HOT];
@@ -23869,7 +23916,7 @@ static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_p
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
-    int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, n, level, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
@@ -23877,6 +23924,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
+    h->first_level = tkvi_max(h->cfg.budget.pressure.min_level,
+                              tkvi_min(h->cfg.budget.pressure.max_level, h->first_level));
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
         tkvi_widen_geometry(&h->widest, &p.geometry);
@@ -23885,7 +23934,9 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->n_stored_heads += (size_t)p.geometry.n_kv_heads;
         h->own_heads +=
             (size_t)p.geometry.n_kv_heads * (size_t)tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
-        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
+        for (level = 0; level < h->n_levels; level++)
+            for (n = level == h->first_level && h->cfg.budget.adapt ? h->n_levels : 1; n > 0; n--)
+                tkvi_usual_blocks(h, &p, &tier_specs[level], of_key); /* pages suit the given plan most */
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
@@ -24047,6 +24098,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, "format.", option->name,
                            tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(budget.adapt, 0, 1, "it must be 0 or 1");
+    if (TKVI_HAS_METER && cfg->budget.adapt && (cfg->budget.bytes || cfg->budget.ladder))
+        return tkvi_bad(reason, size, "budget.adapt", 1,
+                        cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides"
+                                          : "it must be 0 with a ladder");
+    if (TKVI_HAS_METER && tkvi_bits(cfg->meter.target) != 0 &&
+        (!tkvi_is_finite(cfg->meter.target) || cfg->meter.target < .01f || cfg->meter.target > .9999f ||
+         !cfg->meter.heads))
+        return tkvi_bad(reason, size, "meter.target", (double)cfg->meter.target,
+                        cfg->meter.heads ? "it must be .01 to .9999, or 0 for none"
+                                         : "it must be 0 without meter.heads");
     st = tkvi_validate_rope(&cfg->model.rope, cfg->model.head_dim, "model.", reason, size);
     if (st) return st;
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
@@ -24394,7 +24456,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                 tkvi_init_layout(&t->layout[tier_specs[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
                                  tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
-    tkvi_take_level(t, h->cfg.budget.pressure.min_level);
+    tkvi_take_level(t, h->first_level);
     for (i = 0; i < h->n_keys; i++) { /* the others wait for a table */
         tkvi_geometry g;
         memset(&g, 0, sizeof g);
@@ -25233,6 +25295,8 @@ typedef struct tkvi_meter {
     int n, slots, every;         /* probes; copies per probe; sampling period in positions */
     size_t record_bytes;         /* of one copy */
     tkvi_head_probe *head_probe; /* [n] */
+    tkv_feedback *feedback;      /* of cfg.meter.target; NULL: none */
+    tkvi_error_sums scored;      /* sums of all probes at the last score for it */
 } tkvi_meter;
 
 /* >>counts and sizes */
@@ -25253,6 +25317,7 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
     if (!n) return 1;
     *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_head_probe)) +
               tkvi_align_up(2 * n * slots * sizeof(int));
+    if (h->cfg.meter.target > 0.0f) *tables += tkvi_align_up(sizeof(tkv_feedback));
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
@@ -25319,6 +25384,9 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
         m->head_probe[i].slot = m->head_probe[i].start + m->slots;
         m->head_probe[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
     }
+    if (h->cfg.meter.target > 0.0f)
+        m->feedback = (tkv_feedback *)(void *)((uint8_t *)numbers +
+                                               tkvi_align_up(2 * (size_t)n * (size_t)m->slots * sizeof(int)));
     tkvi_meter_place(m, t, h->n_stored);
     tkvi_meter_clear(m);
     return m;
@@ -26732,6 +26800,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
     kv->budget.pressure.cfg =
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
+    kv->budget.pressure.now.level = derived->first_level;
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
     kv->turns.lanes = derived->rope_lanes;
@@ -32379,6 +32448,9 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
  * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt_plan).
  *
  *     quality scores -> advice (learn/feedback.h) -> hot_tokens and the level of the cache (reclaim/budget.h)
+ *
+ * With cfg.meter.target an append does so itself (tkvi_follow_meter): scores come from the meter, and only the level
+ * moves.
  */
 #ifndef TKVI_RECLAIM_ADAPT_H
 #define TKVI_RECLAIM_ADAPT_H
@@ -32402,12 +32474,13 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     return 0;
 }
 
-/* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
- * memory pressure decides the level. */
+/* The level after a step of -1, 0 or 1, within cfg.budget.pressure. It does not change under a budget, where memory
+ * pressure decides the level, nor in place, where the memory is that of the plan. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
     const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const int level = kv->tables.level + step;
-    return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
+    const int is_fixed = tkvi_has_budget(kv) || kv->pool.keep_all;
+    return is_fixed || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
 
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
@@ -32427,6 +32500,48 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     a.hot_tokens = tkvi_hot_tokens(kv);
     if (!st && out) *out = a;
     return st ? st : tkvi_ok(kv);
+}
+
+/* Starts the controller of cfg.meter.target. It advises on the level alone: `hot` is the least and the most. */
+static void tkvi_start_following(const tkv_cache *kv, tkv_feedback *f, int hot) {
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
+    tkv_feedback_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.target = kv->tables.cfg.meter.target;
+    cfg.min_hot = cfg.max_hot = tkvi_max(1, hot);
+    cfg.min_level = p->min_level;
+    cfg.max_level = p->max_level ? p->max_level : TKV_OFF;
+    (void)tkv_init_feedback(f, &cfg, NULL, 0);
+}
+
+/* Makes a score of what the meter measured since the last one, if that is two samples of each probe, and follows the
+ * advice on the level. For an append; not while memory is reserved, since it was counted for the present plan. */
+static void tkvi_follow_meter(tkv_cache *kv) {
+    tkvi_meter *m = kv->meter;
+    tkvi_error_sums sum;
+    tkv_quality_info info;
+    tkv_score_params params;
+    tkv_advice advice;
+    float score;
+    int i, hot;
+    if (!TKVI_HAS_METER || !m || !m->feedback || tkvi_has_budget(kv) || kv->pool.keep_all) return;
+    memset(&sum, 0, sizeof sum);
+    for (i = 0; i < m->n; i++) tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
+    if (sum.samples < m->scored.samples) memset(&m->scored, 0, sizeof m->scored); /* tkv_reset_quality */
+    if (sum.samples - m->scored.samples < 2u * (unsigned)m->n || tkvi_has_reservation(kv)) return;
+    memset(&info, 0, sizeof info);
+    memset(&params, 0, sizeof params);
+    info.samples = sum.samples - m->scored.samples;
+    if (sum.keys > m->scored.keys) /* else no coded key was seen, and the score says nothing of the plan */
+        info.coverage = (double)(sum.kept - m->scored.kept) / (double)(sum.keys - m->scored.keys);
+    info.output_error = (double)(sum.error - m->scored.error) / TKVI_METER_ONE / (double)info.samples;
+    m->scored = sum;
+    params.meter = &info;
+    hot = tkvi_hot_tokens(kv);
+    if (m->feedback->cfg.target <= 0.0f) tkvi_start_following(kv, m->feedback, hot);
+    if (tkv_compute_score(&params, &score) || tkv_observe_score(m->feedback, score)) return;
+    if (tkv_get_advice(m->feedback, tkvi_max(1, hot), kv->tables.level, &advice)) return;
+    tkvi_change_level(kv, tkvi_level_after_step(kv, advice.step));
 }
 
 #endif /* TKVI_RECLAIM_ADAPT_H */
@@ -35639,6 +35754,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
     int i, first = 0, has_step = 0, is_covered = 0;
     tkv_status st = TKV_OK;
     tkvi_follow_length(kv, layer, rows, request->n_rows);
+    tkvi_follow_meter(kv);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
@@ -39294,7 +39410,7 @@ static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int
     int level;
     memset(&not_in_ram, 0, sizeof not_in_ram);
     not_in_ram.young = young;
-    for (level = young ? h->cfg.budget.pressure.max_level : h->cfg.budget.pressure.min_level;; level++) {
+    for (level = young ? h->cfg.budget.pressure.max_level : h->first_level;; level++) {
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
@@ -40408,10 +40524,12 @@ static const tkvi_row tkvi_later_rows[] = {
     TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.target, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_config, budget.bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, budget.n_levels, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, tiers.n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, budget.discard, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, budget.adapt, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {

@@ -497,12 +497,20 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
+    /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
+     * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+    int adapt;
 } tkv_budget_config;
 
 typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int heads;                    /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
     int tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
+    /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
+     * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
+     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+    float target;
 } tkv_meter_config;
 
 typedef struct tkv_host_config { /* the program around the cache */
@@ -1777,8 +1785,9 @@ TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tk
  * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
 TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out);
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
- * cfg.budget.ladder within cfg.budget.pressure, for later tokens. Under a budget, memory decides the level, so
- * only hot_tokens change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
+ * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
+ * made. Counts as a write. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted

@@ -796,7 +796,9 @@
  *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
  *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
  *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
- *   tokens. A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
+ *   tokens. cfg.budget.adapt = 1 gives the cache levels around its plan, without a ladder of yours. With
+ *   cfg.meter.target = .99 an append does all of this itself: the level follows the cache's own meter.
+ *   A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
  *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of

@@ -1006,7 +1006,196 @@ TEST(feedback_changes_the_level) {
     tkv_destroy(kv);
 }
 
+/* >>cfg.budget.adapt: a ladder around the plan */
+TEST(the_default_ladder_stands_around_the_plan) {
+    static const struct {
+        const char *preset;
+        int n_levels, level;
+    } cases[] = {{"quality", 4, 0}, {"balanced", 4, 1}, {"compact", 4, 2}, {"extreme", 4, 3}, {"kivi", 5, 2}};
+    tkv_format_pair last = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, own, pair;
+    int i, level;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_config cfg = small_config(0);
+        tkv_cache *kv;
+        double bytes = 1e9;
+        tkv_codec codec;
+        memset(&codec, 0, sizeof codec);
+        CHECK_EQ(tkv_apply_preset(&cfg, cases[i].preset), TKV_OK);
+        own = cfg.tiers.archive;
+        cfg.budget.adapt = 1;
+        kv = create_cache(&cfg);
+        CHECK_EQ(budget_of(kv).n_levels, cases[i].n_levels);
+        CHECK_EQ(budget_of(kv).level, cases[i].level);
+        CHECK_EQ(budget_of(kv).pressure.level, cases[i].level);
+        CHECK_EQ(get_tier_formats(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
+        CHECK(pair.k == own.k && pair.v == own.v);
+        for (level = 0; level < cases[i].n_levels; level++) { /* bytes fall from level to level */
+            double now;
+            CHECK_EQ(tkv_set_level(kv, level), TKV_OK);
+            CHECK_EQ(get_tier_formats(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
+            codec.head_dim = DIM;
+            codec.format = pair.k;
+            codec.side = TKV_K;
+            now = (double)tkv_get_block_bytes(&codec);
+            codec.format = pair.v;
+            codec.side = TKV_V;
+            now += (double)tkv_get_block_bytes(&codec);
+            CHECK(now < bytes && (pair.k != last.k || pair.v != last.v));
+            bytes = now;
+            last = pair;
+        }
+        CHECK_EQ(tkv_set_level(kv, cases[i].n_levels), TKV_ERR_ARG);
+        tkv_destroy(kv);
+    }
+    { /* the bounds of the pressure hold */
+        tkv_config cfg = small_config(0);
+        tkv_cache *kv;
+        cfg.budget.adapt = 1;
+        cfg.budget.pressure.min_level = 2;
+        kv = create_cache(&cfg);
+        CHECK_EQ(budget_of(kv).level, 2);
+        tkv_destroy(kv);
+    }
+}
+
+/* Until the level moves, tokens have the bytes of a cache without the ladder. */
+TEST(the_default_ladder_changes_no_byte) {
+    enum { N = 1500 };
+    static float plain[2][N * ROW];
+    tkv_config cfg = small_config(0);
+    tkv_memory_info m[2];
+    tkv_advice advice;
+    tkv_feedback f;
+    tkv_cache *kv;
+    int with, t, n;
+    for (with = 0; with < 2; with++) {
+        reset_models();
+        rng = tkv_rng_seed(5);
+        cfg.budget.adapt = with;
+        kv = create_cache(&cfg);
+        for (t = 0; t < N; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
+        CHECK_EQ(tkv_read(kv, 0, 1, 0, N, k_out, v_out), TKV_OK);
+        if (!with) memcpy(plain[0], k_out, sizeof plain[0]), memcpy(plain[1], v_out, sizeof plain[1]);
+        CHECK_MEM(k_out, plain[0], sizeof plain[0]);
+        CHECK_MEM(v_out, plain[1], sizeof plain[1]);
+        CHECK_EQ(tkv_get_memory(kv, &m[with]), TKV_OK);
+        if (with)
+            printf("\n    %zu bytes more for four levels of %d layers", m[1].total - m[0].total, LAYERS);
+        if (with) break;
+        tkv_destroy(kv);
+    }
+    CHECK_LE(m[1].tables, m[0].tables + 40000);
+    /* tkv_adapt_plan moves the bits of later tokens, without a ladder of the caller's */
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+    for (n = 0; n < 100 && budget_of(kv).level < 3; n++) {
+        CHECK_EQ(tkv_observe_score(&f, 1.0f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+    }
+    CHECK_EQ(budget_of(kv).level, 3);
+    for (n = 0; n < 100 && budget_of(kv).level > 0; n++) {
+        CHECK_EQ(tkv_observe_score(&f, .5f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+    }
+    CHECK_EQ(budget_of(kv).level, 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* In place the memory is that of the plan: the level stays. */
+TEST(in_place_the_level_stays) {
+    tkv_config cfg = small_config(0);
+    tkv_feedback f;
+    size_t bytes = 0;
+    tkv_cache *kv;
+    void *memory;
+    int n;
+    cfg.limits.max_tokens = 600;
+    cfg.budget.adapt = 1;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
+    memory = malloc(bytes);
+    REQUIRE(memory != NULL);
+    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes, &kv, NULL, 0), TKV_OK);
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+    for (n = 0; n < 40; n++) {
+        CHECK_EQ(tkv_observe_score(&f, 1.0f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, NULL), TKV_OK);
+    }
+    CHECK_EQ(budget_of(kv).level, 1);
+    tkv_destroy(kv);
+    free(memory);
+}
+
+/* >>cfg.meter.target: the cache follows its own meter */
+static int level_at_target(float target, int *n_changes) {
+    static float q[HEADS * DIM], out[HEADS * DIM];
+    tkv_config cfg = small_config(0);
+    tkv_cache *kv;
+    int t, l, level;
+    reset_models();
+    rng = tkv_rng_seed(6);
+    cfg.budget.adapt = 1;
+    cfg.meter.heads = 6;
+    cfg.meter.every = 1;
+    cfg.meter.target = target;
+    kv = create_cache(&cfg);
+    *n_changes = 0;
+    for (t = 0; t < 1200; t++) {
+        level = budget_of(kv).level;
+        for (l = 0; l < LAYERS; l++) {
+            CHECK_EQ(append_tokens(kv, 0, l, 1), TKV_OK);
+            tkv_rng_fill(&rng, q, HEADS * DIM, 1.0);
+            CHECK_EQ(tkv_attend(kv, 0, l, q, 1, out), TKV_OK);
+        }
+        *n_changes += budget_of(kv).level != level;
+        if (t == 900) CHECK_EQ(tkv_reset_quality(kv), TKV_OK); /* the caller's own reading */
+    }
+    level = budget_of(kv).level;
+    check_cache(kv);
+    tkv_destroy(kv);
+    return level;
+}
+
+TEST(the_level_follows_the_meter) {
+    int changes[3], level[3];
+    level[0] = level_at_target(.9999f, &changes[0]);
+    level[1] = level_at_target(.5f, &changes[1]);
+    level[2] = level_at_target(0.0f, &changes[2]);
+    printf("\n    target .9999: level %d; .5: level %d", level[0], level[1]);
+    CHECK(level[0] == 0 && changes[0] == 1);
+    CHECK(level[1] == 3 && changes[1] == 2);
+    CHECK(level[2] == 1 && changes[2] == 0);
+}
+
 /* >>wrong configs */
+TEST(wrong_configs_of_adapting) {
+    static const struct {
+        int adapt, has_ladder, heads;
+        size_t budget;
+        float target;
+        const char *sentence;
+    } cases[] = {{2, 0, 0, 0, 0, "budget.adapt is 2; it must be 0 or 1"},
+                 {1, 0, 0, 4000 * 1000, 0, "budget.adapt is 1; it must be 0 with budget.bytes"},
+                 {1, 1, 0, 0, 0, "budget.adapt is 1; it must be 0 with a ladder"},
+                 {0, 0, 0, 0, .5f, "meter.target is 0.5; it must be 0 without meter.heads"},
+                 {0, 0, 1, 0, 1.0f, "meter.target is 1; it must be .01 to .9999"},
+                 {0, 0, 1, 0, -.5f, "meter.target is -0.5; it must be .01 to .9999"},
+                 {1, 0, 1, 0, .5f, ""},
+                 {0, 1, 1, 0, .5f, ""}};
+    char reason[200];
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_config cfg = small_config(cases[i].budget);
+        cfg.budget.adapt = cases[i].adapt;
+        cfg.budget.ladder = cases[i].has_ladder ? four_levels : NULL;
+        cfg.budget.n_levels = cases[i].has_ladder ? COUNT(four_levels) : 0;
+        cfg.meter.heads = cases[i].heads;
+        cfg.meter.target = cases[i].target;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason),
+                 cases[i].sentence[0] ? TKV_ERR_CONFIG : TKV_OK);
+        CHECK_MSG(strncmp(reason, cases[i].sentence, strlen(cases[i].sentence)) == 0, "%s", reason);
+    }
+}
+
 TEST(config_names_the_wrong_field) {
     static const struct {
         int which;
@@ -1101,6 +1290,11 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);
+    RUN(the_default_ladder_stands_around_the_plan);
+    RUN(the_default_ladder_changes_no_byte);
+    RUN(in_place_the_level_stays);
+    RUN(the_level_follows_the_meter);
+    RUN(wrong_configs_of_adapting);
     RUN(config_names_the_wrong_field);
     RUN(short_sequences_are_archived);
     return tkv_test_end();

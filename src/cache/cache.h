@@ -806,6 +806,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
     kv->budget.pressure.cfg =
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
+    kv->budget.pressure.now.level = derived->first_level;
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
     kv->turns.lanes = derived->rope_lanes;

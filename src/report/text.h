@@ -571,10 +571,12 @@ static const tkvi_row tkvi_later_rows[] = {
     TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.target, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_config, budget.bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, budget.n_levels, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, tiers.n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, budget.discard, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, budget.adapt, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {

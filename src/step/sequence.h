@@ -14,7 +14,7 @@
 #define TKVI_STEP_SEQUENCE_H
 
 #include "cache/lookup.h"
-#include "reclaim/budget.h"
+#include "reclaim/adapt.h"
 #include "reclaim/versions.h"
 #include "reclaim/scores.h"
 #include "step/shrink.h"
@@ -495,6 +495,7 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
     int i, first = 0, has_step = 0, is_covered = 0;
     tkv_status st = TKV_OK;
     tkvi_follow_length(kv, layer, rows, request->n_rows);
+    tkvi_follow_meter(kv);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;

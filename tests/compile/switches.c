@@ -467,6 +467,9 @@ static void metering(void) {
         CHECK(config_refused(&cfg, "budget.ladder[1].from_tokens is 500;", no_meter));
         cfg.budget.ladder = NULL;
         cfg.budget.n_levels = 0;
+        cfg.budget.adapt = 1;
+        CHECK(config_refused(&cfg, "budget.adapt is 1;", no_meter));
+        cfg.budget.adapt = 0;
     }
     CHECK((tkv_apply_preset(&cfg, "growing") == TKV_OK) == !no_meter);
     if (!no_meter) CHECK(tkv_apply_preset(&cfg, "balanced") == TKV_OK);
