@@ -748,7 +748,8 @@
  *
  *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
  *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
- *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
+ *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE. With
+ *   cfg.promotion.every appends do so by themselves, and code a block again when it matters no longer.
  *
  *
  * 10. QUALITY
@@ -1500,6 +1501,19 @@ typedef struct tkv_importance_config { /* zero takes the strategy's value */
     tkv_importance_heads heads;
     int sample_every; /* a cache samples one query in this many; 0: one in 32, if the policy needs it */
 } tkv_importance_config;
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
+#define TKV_MAX_PROMOTIONS 64
+typedef struct tkv_promotion_config { /* zero means default */
+    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
+    /* cfg.promotion: an append promotes by itself, once in this many tokens of a layer; 0: only tkv_promote_important
+     * does. It needs offload.write, for example with offload.keep_exact, and importance.sample_every. The limit
+     * per_step is that of a layer. An exact block whose importance fell below half of the threshold is coded again.
+     * It waits while memory is reserved or, under a budget, short. Not in place without a budget */
+    int every;
+} tkv_promotion_config;
 /* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
 typedef enum tkv_evict_policy {
     TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
@@ -1733,6 +1747,7 @@ typedef struct tkv_config {
     tkv_budget_config budget;
     tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
     tkv_importance_config importance;
+    tkv_promotion_config promotion; /* every 0: appends promote nothing */
     tkv_offload_config offload;     /* store for blocks when the budget is full; zero: none */
     tkv_recompute_config recompute; /* model for blocks discarded when the budget is full; zero: none */
     tkv_meter_config meter;
@@ -2716,14 +2731,6 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed);
 
-/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
- * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
-#define TKV_MAX_PROMOTIONS 64
-typedef struct tkv_promotion_config { /* zero means default */
-    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
-    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
-    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
-} tkv_promotion_config;
 typedef struct tkv_promotion_state { /* fill with zeros, then set cfg */
     tkv_promotion_config cfg;
     int step, used;                        /* step of the last call; promotions at that step */
@@ -23243,6 +23250,9 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
         return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
     if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
         return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if ((!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD) && cfg->promotion.every)
+        return tkvi_bad_here(reason, size, "promotion.every", cfg->promotion.every,
+                             TKVI_HAS_EVICT ? "TKV_NO_OFFLOAD leaves this out" : no_evict);
     if (!TKVI_HAS_DISCARD && cfg->recompute.compute)
         return tkvi_bad_here(reason, size, "recompute.compute", 1, "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_DISCARD && cfg->budget.discard)
@@ -24022,6 +24032,24 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
+/* The reason why a field of cfg->promotion is wrong, or NULL. */
+static const char *tkvi_promotion_fault(const tkv_config *cfg, const char **field, double *value) {
+    tkv_promotion_state state;
+    tkvi_promoting unused;
+    memset(&state, 0, sizeof state);
+    state.cfg = cfg->promotion;
+    *field = "every";
+    *value = cfg->promotion.every;
+    if (cfg->promotion.every < 0) return "it must be a number of tokens, or 0";
+    if (cfg->promotion.every && !cfg->offload.write) return "it needs offload.write, which has the sources";
+    if (cfg->promotion.every && !cfg->importance.sample_every) return "it needs importance.sample_every";
+    *field = "per_step";
+    *value = cfg->promotion.per_step;
+    return tkvi_promoting_begin(&unused, &state, 0)
+               ? NULL
+               : "it must be 0 to 64, threshold a finite number, and cooldown 0, TKV_OFF or steps";
+}
+
 /* Checks the fields that show whether the struct itself is usable. */
 static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
     if (cfg->start_canary || cfg->end_canary)
@@ -24142,6 +24170,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!cfg->offload.write != !cfg->offload.read)
         return tkvi_bad(reason, size, "offload.write", cfg->offload.write ? 1 : 0,
                         "write and read must both be set, or neither");
+    wrong = TKVI_HAS_EVICT && TKVI_HAS_OFFLOAD ? tkvi_promotion_fault(cfg, &field, &value) : NULL;
+    if (wrong) return tkvi_bad_in(reason, size, "promotion.", field, value, wrong);
     if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
         return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
     if (cfg->recompute.compute) {
@@ -35261,6 +35291,444 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
 }
 
 #endif /* TKVI_STEP_SHRINK_H */
+/* ======== step/promote.h ======== */
+/*
+ * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
+ *
+ * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
+ * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
+ */
+#ifndef TKVI_STEP_PROMOTE_H
+#define TKVI_STEP_PROMOTE_H
+
+
+TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+    int l, i, n = 0;
+    if (done) *done = 0;
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!kv->tables.cfg.offload.write)
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
+    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
+    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    kv->call.store_failed = 0;
+    for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
+        if (layer != TKV_ALL_LAYERS && l != layer) continue;
+        for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
+        if (kv->call.store_failed) break;
+    }
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    if (kv->call.store_failed)
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
+                         "");
+    return tkvi_ok(kv);
+}
+
+/* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
+ * gives TKV_ERR_BUDGET. */
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
+    tkvi_request request = tkvi_no_request();
+    request.fixed.slots[kv->tables.layout[layout].size_class] = 1; /* the block has its entry already */
+    if (tkvi_has_budget(kv) && tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes)
+        return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                         NULL);
+    if (tkvi_provide_request(kv, &request)) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory for a block in a better format", 0, NULL);
+}
+
+/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
+                                                 int layout, uint8_t *to) {
+    const tkvi_layout *c = &kv->tables.layout[layout];
+    tkvi_fetch_buffer room;
+    int i;
+    tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
+    memset(to, 0, c->bytes.total);
+    for (i = 0; i < 2 * c->n_kv_heads; i++) {
+        const tkvi_record *r = &c->record[i / 2];
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        if (st) return st;
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
+    }
+    return TKV_OK;
+}
+
+/* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
+ * -1: none, or other lists hold the block too. */
+static int tkvi_better_source(const tkvi_block *b) {
+    if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
+    if (b->copy_layout && (b->copy_layout - 1 != b->layout || tkvi_is_discarded(b))) return TKVI_COPY;
+    return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
+}
+
+/* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const uint32_t number = kv->pool.entry[id].block;
+    tkvi_block *b = &kv->pool.block[number];
+    const int what = tkvi_better_source(b);
+    tkv_status st;
+    uint32_t page, old_page;
+    int layout, slot, old_slot;
+    if (!TKVI_HAS_OFFLOAD || what < 0)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
+                         " (cfg.offload.keep_exact keeps it)");
+    layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
+    st = tkvi_promote_ready(kv, layout);
+    if (st) return st;
+    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, number, &page, &slot);
+    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
+    if (st) {
+        tkvi_give_slot(&kv->pool, page, slot);
+        tkvi_trim(&kv->pool);
+        return tkvi_fail(kv, st,
+                         st == TKV_ERR_IO
+                             ? "cfg.offload.read failed for the block at position"
+                             : "cfg.offload.read returned damaged bytes of the block at position",
+                         position, "; it stays as it is");
+    }
+    old_page = b->page;
+    old_slot = b->slot;
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->layout = (uint16_t)layout;
+    if (what == TKVI_COPY) b->previous_layout = 0;
+    if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    tkvi_search_again(list, i);
+    tkvi_record_move(kv, id, list->len);
+    kv->counts.promoted++;
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < 0 || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held with index", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token with index", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
+}
+
+#endif /* TKVI_STEP_PROMOTE_H */
+/* ======== step/ranking.h ======== */
+/*
+ * step/ranking.h - importance of the tokens of a cache. rules/importance.h computes it from the attention scores
+ * that attention collected (reclaim/scores.h). A caller can read it, add attention scores of its own, and ask for
+ * the k most important tokens.
+ */
+#ifndef TKVI_STEP_RANKING_H
+#define TKVI_STEP_RANKING_H
+
+
+/* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
+typedef struct tkvi_ranking {
+    tkv_cache *kv;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int newest;
+} tkvi_ranking;
+
+/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0) return TKV_ERR_ARG;
+    r->kv = kv;
+    r->list = tkvi_list_of(kv, seq, layer);
+    r->ids = tkvi_ids(kv, seq, layer);
+    /* recency depends on age alone and needs no scores */
+    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
+        return TKV_ERR_CONFIG;
+    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
+    return TKV_OK;
+}
+
+/* Positions and importance of the live tokens of block i; returns their number (at most 64). */
+static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
+    const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
+    const uint64_t there = tkvi_live_mask(&r->kv->pool.entry[r->ids[i]], slots);
+    float a[TKVI_BLOCK];
+    int t, n = 0;
+    tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
+    for (t = 0; t < slots; t++) {
+        if (!(there >> t & 1)) continue;
+        position[n] = tkvi_slot_index(r->kv, r->ids[i], t);
+        out[n++] = a[t];
+    }
+    tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
+    return n;
+}
+
+TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                      uint64_t *missing) {
+    tkvi_ranking r;
+    tkv_status st;
+    int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st) return st;
+    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
+    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < n; i++) out[i] = 0.0f;
+    for (i = 0; i < n && missing; i++) {
+        if (i % 64 == 0) missing[i / 64] = 0;
+        tkvi_mark(missing, i);
+    }
+    for (i = 0; i < r.list->n; i++) {
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], found;
+        if (tkvi_block_index_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
+        found = tkvi_ranking_block(&r, i, position, x);
+        for (t = 0; t < found; t++) {
+            const int at = position[t] - start;
+            if (at < 0 || at >= n) continue;
+            out[at] = x[t];
+            if (missing) missing[at >> 6] &= ~((uint64_t)1 << (at & 63));
+        }
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores) {
+    tkvi_ranking r;
+    tkv_status st;
+    float low;
+    int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st == TKV_ERR_ARG)
+        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
+    if (st || !kv->token_scores.mode)
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
+    if (n < 0 || (n > 0 && !scores))
+        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
+    if (start < 0 || start > r.list->len || n > r.list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    for (i = 0; i < n; i++)
+        if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
+            return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
+                             " is not");
+    low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
+    for (i = 0; i < r.list->n; i++) {
+        const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
+        const uint64_t there = tkvi_live_mask(&kv->pool.entry[r.ids[i]], slots);
+        float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+        memset(said, 0, sizeof said);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = t < slots && (there >> t & 1) ? tkvi_slot_index(kv, r.ids[i], t) - start : -1;
+            s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
+        }
+        kv->token_scores.mode->say(s, p, low, said);
+        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
+    }
+    return tkvi_ok(kv);
+}
+
+/* Is a worse than b: less important, or equally important and younger? */
+static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
+    return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
+}
+
+TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                       int *count) {
+    tkvi_ranking r;
+    tkv_evict_config evict;
+    tkv_status st;
+    int i, t, low, high, found = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st) return st;
+    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
+    low = protect ? evict.sink_tokens : 0;
+    high = protect ? r.list->len - evict.recent_tokens : r.list->len;
+    for (i = r.list->n; i-- > 0;) { /* newest first: with recency, few then move up past earlier ones */
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
+        for (t = n; t-- > 0;) {
+            tkv_ranked token;
+            int from = 0, to = found;
+            token.position = position[t];
+            token.importance = x[t];
+            if (position[t] < low || position[t] >= high) continue;
+            if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
+            while (from < to) { /* binary search for the first worse entry */
+                const int mid = from + (to - from) / 2;
+                if (tkvi_worse(&token, &out[mid])) from = mid + 1;
+                else to = mid;
+            }
+            if (found < k) found++;
+            memmove(out + from + 1, out + from, (size_t)(found - 1 - from) * sizeof *out);
+            out[from] = token;
+        }
+    }
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_RANKING_H */
+/* ======== step/promotion.h ======== */
+/*
+ * step/promotion.h - importance and promotion in one call: finds the blocks of a layer that matter enough to come
+ * back, and brings them back. Threshold, limit per step and cool-down: rules/importance.h.
+ *
+ *     block     exact   coded + copy   offloaded   coded   discarded
+ *     source      -     the copy       itself      none    the caller's model, or a copy
+ */
+#ifndef TKVI_STEP_PROMOTION_H
+#define TKVI_STEP_PROMOTION_H
+
+
+/* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
+static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
+    float x[TKVI_BLOCK];
+    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
+    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
+    return n > 0;
+}
+
+/* Offers the blocks behind the sinks that are not exact in RAM as candidates for promotion. */
+static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
+                              tkvi_promoting *best) {
+    int i;
+    for (i = r->list->sinks; i < r->list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
+        float score = 0.0f;
+        if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
+        if (!tkvi_block_matters(r, i, &score)) continue;
+        /* After a cut, moved_at can lie behind the end of the list. */
+        tkvi_promoting_offer(best, (int)r->ids[i], score,
+                             tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
+    }
+}
+
+/* The index of a block in its list; -1: the list does not hold it any more. */
+static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
+    int i;
+    for (i = 0; i < r->list->n; i++)
+        if (r->ids[i] == id) return i;
+    return -1;
+}
+
+/* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
+ * one tkv_seq_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
+static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                                          const tkvi_promoting *best, int *done) {
+    tkv_cache *kv = r->kv;
+    tkv_status st = TKV_OK;
+    int j, i, asked = 0;
+    for (j = 0; j < best->found && !st; j++) {
+        const uint32_t id = (uint32_t)best->out[j];
+        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
+        if (tkvi_better_source(tkvi_block_of(kv, id)) >= 0) {
+            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
+            *done += !st;
+            continue;
+        }
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
+            st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
+                                   p->user, NULL);
+        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
+        tkvi_record_move(kv, id, r->list->len);
+        ++*done;
+    }
+    return st;
+}
+
+/* Codes promoted blocks again that matter less than half of the threshold, at most `most` of them. */
+static void tkvi_return_blocks(const tkvi_ranking *r, int seq, int layer, const tkvi_promoting *p, int most) {
+    const tkvi_list *list = r->list;
+    int i;
+    for (i = list->sinks; i < list->sinks + list->archive + list->warm && most > 0; i++) {
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
+        float score = 0.0f;
+        if (!b->copy_layout || b->refs > 1 || b->tier == TKV_TIER_HOT || tkvi_is_offloaded(b) ||
+            !tkvi_is_hot_layout(r->kv, layer, b->layout) || tkvi_has_named_sinks(&r->kv->pool, r->ids[i]))
+            continue;
+        if (moved && p->now - (moved - 1) < p->cooldown) continue;
+        if (tkvi_block_matters(r, i, &score) && score >= .5f * p->threshold) continue;
+        if (!tkvi_demote_block(r->kv, seq, layer, i,
+                               tkvi_layout_of(&r->kv->tables, layer, (tkv_tier)b->tier)))
+            return;
+        most--;
+    }
+}
+
+/* Promotion by cfg.promotion, after the tokens from index `from` on were appended to a layer. A block stays as it is if
+ * memory is short, or if the store fails. */
+static void tkvi_promote_by_itself(tkv_cache *kv, int seq, int layer, int from) {
+    const tkv_promotion_config *cfg = &kv->tables.cfg.promotion;
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_promotion p;
+    int done = 0;
+    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every || !kv->pool.token_meta) return;
+    if (tkvi_has_budget(kv) ? tkvi_is_pressed(kv, 9) : kv->pool.keep_all) return;
+    if (tkvi_list_of(kv, seq, layer)->len / cfg->every == from / cfg->every || tkvi_has_reservation(kv))
+        return;
+    memset(&p, 0, sizeof p);
+    p.by.cfg = *cfg;
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !tkvi_promoting_begin(&best, &p.by, r.list->len)) return;
+    if (!tkvi_has_budget(kv)) tkvi_return_blocks(&r, seq, layer, &best, best.room);
+    tkvi_offer_blocks(&r, layer, &p, &best);
+    (void)tkvi_promote_candidates(&r, seq, layer, &p, &best, &done);
+}
+
+TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_status st;
+    int done = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_BLOCKS_OUTSIDE_RAM) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    if (!p || p->by.used < 0 || !p->compute != !p->remat)
+        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
+                         NULL);
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
+    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
+                         p->by.cfg.per_step, "");
+    p->promoted = p->waiting = p->no_source = 0;
+    if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_promote_candidates(&r, seq, layer, p, &best, &done);
+    tkvi_promoting_end(&best, &p->by, done);
+    p->promoted = done;
+    p->waiting = best.waiting + best.found - done;
+    p->no_source = best.no_source;
+    if (st) return st;
+    if (p->no_source && !p->promoted && !p->waiting)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of important blocks:", p->no_source,
+                         " (cfg.offload.keep_exact keeps it)");
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_PROMOTION_H */
 /* ======== step/sequence.h ======== */
 /*
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
@@ -35785,6 +36253,9 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         tkvi_store_tokens(kv, rows[i].seq, layer, k, v, p->first_rows ? p->first_rows[i] : first, rows[i].n,
                           p->token_positions ? p->token_positions + first : NULL);
     }
+    for (i = 0; i < request->n_rows; i++)
+        if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+            tkvi_promote_by_itself(kv, rows[i].seq, layer, tkvi_list_of(kv, rows[i].seq, layer)->chunk_start);
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
     TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
@@ -35993,10 +36464,11 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
+        if (list->n) tkvi_promote_by_itself(kv, seq, layer, list->chunk_start);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
-    return TKV_OK;
+    return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
@@ -38079,137 +38551,6 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
 }
 
 #endif /* TKVI_STEP_KEEP_H */
-/* ======== step/promote.h ======== */
-/*
- * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
- *
- * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
- * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
- */
-#ifndef TKVI_STEP_PROMOTE_H
-#define TKVI_STEP_PROMOTE_H
-
-
-TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
-    int l, i, n = 0;
-    if (done) *done = 0;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!kv->tables.cfg.offload.write)
-        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
-    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    kv->call.store_failed = 0;
-    for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
-        if (layer != TKV_ALL_LAYERS && l != layer) continue;
-        for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
-        if (kv->call.store_failed) break;
-    }
-    tkvi_trim(&kv->pool);
-    if (done) *done = n;
-    if (kv->call.store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
-                         "");
-    return tkvi_ok(kv);
-}
-
-/* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
- * gives TKV_ERR_BUDGET. */
-static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
-    tkvi_request request = tkvi_no_request();
-    request.fixed.slots[kv->tables.layout[layout].size_class] = 1; /* the block has its entry already */
-    if (tkvi_has_budget(kv) && tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes)
-        return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
-                         NULL);
-    if (tkvi_provide_request(kv, &request)) return TKV_OK;
-    return tkvi_refuse_no_memory(kv, "no memory for a block in a better format", 0, NULL);
-}
-
-/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
-static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                 int layout, uint8_t *to) {
-    const tkvi_layout *c = &kv->tables.layout[layout];
-    tkvi_fetch_buffer room;
-    int i;
-    tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
-    memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * c->n_kv_heads; i++) {
-        const tkvi_record *r = &c->record[i / 2];
-        const uint8_t *bytes;
-        const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
-        if (st) return st;
-        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
-    }
-    return TKV_OK;
-}
-
-/* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
- * -1: none, or other lists hold the block too. */
-static int tkvi_better_source(const tkvi_block *b) {
-    if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
-    if (b->copy_layout && (b->copy_layout - 1 != b->layout || tkvi_is_discarded(b))) return TKVI_COPY;
-    return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
-}
-
-/* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
-static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const uint32_t number = kv->pool.entry[id].block;
-    tkvi_block *b = &kv->pool.block[number];
-    const int what = tkvi_better_source(b);
-    tkv_status st;
-    uint32_t page, old_page;
-    int layout, slot, old_slot;
-    if (!TKVI_HAS_OFFLOAD || what < 0)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
-                         " (cfg.offload.keep_exact keeps it)");
-    layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
-    st = tkvi_promote_ready(kv, layout);
-    if (st) return st;
-    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, number, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
-    if (st) {
-        tkvi_give_slot(&kv->pool, page, slot);
-        tkvi_trim(&kv->pool);
-        return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO
-                             ? "cfg.offload.read failed for the block at position"
-                             : "cfg.offload.read returned damaged bytes of the block at position",
-                         position, "; it stays as it is");
-    }
-    old_page = b->page;
-    old_slot = b->slot;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
-    b->page = page;
-    b->slot = (uint16_t)slot;
-    b->layout = (uint16_t)layout;
-    if (what == TKVI_COPY) b->previous_layout = 0;
-    if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    tkvi_search_again(list, i);
-    tkvi_record_move(kv, id, list->len);
-    kv->counts.promoted++;
-    tkvi_trim(&kv->pool);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
-    const tkvi_list *list;
-    int i, place;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    list = tkvi_list_of(kv, seq, layer);
-    if (position < 0 || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held with index", position, "");
-    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token with index", position, "");
-    return tkvi_promote_block(kv, seq, layer, i, position);
-}
-
-#endif /* TKVI_STEP_PROMOTE_H */
 /* ======== step/recompute.h ======== */
 /*
  * step/recompute.h - discards blocks (reclaim/discard.h) when the caller or tkv_decide_discard says so. Stores their
@@ -38608,273 +38949,6 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
 }
 
 #endif /* TKVI_STEP_RECOMPUTE_H */
-/* ======== step/ranking.h ======== */
-/*
- * step/ranking.h - importance of the tokens of a cache. rules/importance.h computes it from the attention scores
- * that attention collected (reclaim/scores.h). A caller can read it, add attention scores of its own, and ask for
- * the k most important tokens.
- */
-#ifndef TKVI_STEP_RANKING_H
-#define TKVI_STEP_RANKING_H
-
-
-/* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
-typedef struct tkvi_ranking {
-    tkv_cache *kv;
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int newest;
-} tkvi_ranking;
-
-/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
-static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0) return TKV_ERR_ARG;
-    r->kv = kv;
-    r->list = tkvi_list_of(kv, seq, layer);
-    r->ids = tkvi_ids(kv, seq, layer);
-    /* recency depends on age alone and needs no scores */
-    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
-        return TKV_ERR_CONFIG;
-    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
-    return TKV_OK;
-}
-
-/* Positions and importance of the live tokens of block i; returns their number (at most 64). */
-static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
-    const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
-    const uint64_t there = tkvi_live_mask(&r->kv->pool.entry[r->ids[i]], slots);
-    float a[TKVI_BLOCK];
-    int t, n = 0;
-    tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
-    for (t = 0; t < slots; t++) {
-        if (!(there >> t & 1)) continue;
-        position[n] = tkvi_slot_index(r->kv, r->ids[i], t);
-        out[n++] = a[t];
-    }
-    tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
-    return n;
-}
-
-TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                      uint64_t *missing) {
-    tkvi_ranking r;
-    tkv_status st;
-    int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st) return st;
-    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
-    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
-    for (i = 0; i < n; i++) out[i] = 0.0f;
-    for (i = 0; i < n && missing; i++) {
-        if (i % 64 == 0) missing[i / 64] = 0;
-        tkvi_mark(missing, i);
-    }
-    for (i = 0; i < r.list->n; i++) {
-        float x[TKVI_BLOCK];
-        int position[TKVI_BLOCK], found;
-        if (tkvi_block_index_end(kv, r.list, r.ids, i) <= start) continue;
-        if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
-        found = tkvi_ranking_block(&r, i, position, x);
-        for (t = 0; t < found; t++) {
-            const int at = position[t] - start;
-            if (at < 0 || at >= n) continue;
-            out[at] = x[t];
-            if (missing) missing[at >> 6] &= ~((uint64_t)1 << (at & 63));
-        }
-    }
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores) {
-    tkvi_ranking r;
-    tkv_status st;
-    float low;
-    int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st == TKV_ERR_ARG)
-        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->token_scores.mode)
-        return tkvi_fail(
-            kv, TKV_ERR_CONFIG,
-            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
-            "policy that counts attention",
-            0, NULL);
-    if (n < 0 || (n > 0 && !scores))
-        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
-    if (start < 0 || start > r.list->len || n > r.list->len - start)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
-    for (i = 0; i < n; i++)
-        if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
-            return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
-                             " is not");
-    low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
-    for (i = 0; i < r.list->n; i++) {
-        const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
-        const uint64_t there = tkvi_live_mask(&kv->pool.entry[r.ids[i]], slots);
-        float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
-        memset(said, 0, sizeof said);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = t < slots && (there >> t & 1) ? tkvi_slot_index(kv, r.ids[i], t) - start : -1;
-            s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
-        }
-        kv->token_scores.mode->say(s, p, low, said);
-        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
-    }
-    return tkvi_ok(kv);
-}
-
-/* Is a worse than b: less important, or equally important and younger? */
-static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
-    return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
-}
-
-TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
-                                       int *count) {
-    tkvi_ranking r;
-    tkv_evict_config evict;
-    tkv_status st;
-    int i, t, low, high, found = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st) return st;
-    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
-    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
-    low = protect ? evict.sink_tokens : 0;
-    high = protect ? r.list->len - evict.recent_tokens : r.list->len;
-    for (i = r.list->n; i-- > 0;) { /* newest first: with recency, few then move up past earlier ones */
-        float x[TKVI_BLOCK];
-        int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
-        for (t = n; t-- > 0;) {
-            tkv_ranked token;
-            int from = 0, to = found;
-            token.position = position[t];
-            token.importance = x[t];
-            if (position[t] < low || position[t] >= high) continue;
-            if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
-            while (from < to) { /* binary search for the first worse entry */
-                const int mid = from + (to - from) / 2;
-                if (tkvi_worse(&token, &out[mid])) from = mid + 1;
-                else to = mid;
-            }
-            if (found < k) found++;
-            memmove(out + from + 1, out + from, (size_t)(found - 1 - from) * sizeof *out);
-            out[from] = token;
-        }
-    }
-    *count = found;
-    return TKV_OK;
-}
-
-#endif /* TKVI_STEP_RANKING_H */
-/* ======== step/promotion.h ======== */
-/*
- * step/promotion.h - importance and promotion in one call: finds the blocks of a layer that matter enough to come
- * back, and brings them back. Threshold, limit per step and cool-down: rules/importance.h.
- *
- *     block     exact   coded + copy   offloaded   coded   discarded
- *     source      -     the copy       itself      none    the caller's model, or a copy
- */
-#ifndef TKVI_STEP_PROMOTION_H
-#define TKVI_STEP_PROMOTION_H
-
-
-/* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
-static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
-    float x[TKVI_BLOCK];
-    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
-    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
-    return n > 0;
-}
-
-/* Offers the blocks behind the sinks that are not exact in RAM as candidates for promotion. */
-static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
-                              tkvi_promoting *best) {
-    int i;
-    for (i = r->list->sinks; i < r->list->n; i++) {
-        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
-        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
-        float score = 0.0f;
-        if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
-        if (!tkvi_block_matters(r, i, &score)) continue;
-        /* After a cut, moved_at can lie behind the end of the list. */
-        tkvi_promoting_offer(best, (int)r->ids[i], score,
-                             tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
-                             moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
-    }
-}
-
-/* The index of a block in its list; -1: the list does not hold it any more. */
-static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
-    int i;
-    for (i = 0; i < r->list->n; i++)
-        if (r->ids[i] == id) return i;
-    return -1;
-}
-
-/* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
- * one tkv_seq_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
-static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
-                                          const tkvi_promoting *best, int *done) {
-    tkv_cache *kv = r->kv;
-    tkv_status st = TKV_OK;
-    int j, i, asked = 0;
-    for (j = 0; j < best->found && !st; j++) {
-        const uint32_t id = (uint32_t)best->out[j];
-        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
-        if (tkvi_better_source(tkvi_block_of(kv, id)) >= 0) {
-            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
-            *done += !st;
-            continue;
-        }
-        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
-            st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
-                                   p->user, NULL);
-        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
-        tkvi_record_move(kv, id, r->list->len);
-        ++*done;
-    }
-    return st;
-}
-
-TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
-    tkvi_ranking r;
-    tkvi_promoting best;
-    tkv_status st;
-    int done = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_BLOCKS_OUTSIDE_RAM) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    if (!p || p->by.used < 0 || !p->compute != !p->remat)
-        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
-                         NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
-    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
-    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
-                         p->by.cfg.per_step, "");
-    p->promoted = p->waiting = p->no_source = 0;
-    if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
-    st = tkvi_promote_candidates(&r, seq, layer, p, &best, &done);
-    tkvi_promoting_end(&best, &p->by, done);
-    p->promoted = done;
-    p->waiting = best.waiting + best.found - done;
-    p->no_source = best.no_source;
-    if (st) return st;
-    if (p->no_source && !p->promoted && !p->waiting)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of important blocks:", p->no_source,
-                         " (cfg.offload.keep_exact keeps it)");
-    return tkvi_ok(kv);
-}
-
-#endif /* TKVI_STEP_PROMOTION_H */
 /* ======== report/info.h ======== */
 /*
  * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_get_memory). tkv_estimate_memory
@@ -40064,7 +40138,7 @@ typedef struct tkvi_fields { /* rows of one struct */
     int n_rows;
 } tkvi_fields;
 
-#define TKVI_MAX_FIELDS 10
+#define TKVI_MAX_FIELDS 11
 #define TKVI_SEEN_BYTES 12288 /* a bit per field: 23 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
@@ -40610,6 +40684,13 @@ static const tkvi_row tkvi_importance_rows[] = {
     TKVI_ROW(tkv_importance_config, sample_every, TKVI_INT, NULL),
 };
 
+static const tkvi_row tkvi_promotion_rows[] = {
+    TKVI_ROW(tkv_promotion_config, threshold, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_promotion_config, per_step, TKVI_INT, NULL),
+    TKVI_ROW(tkv_promotion_config, cooldown, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_promotion_config, every, TKVI_INT, NULL),
+};
+
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
 /* tkvi_parser.seen has a bit for each field: check at compile time that it is large enough. */
@@ -40625,6 +40706,7 @@ enum {
     TKVI_OF_EVICT,
     TKVI_OF_OFFLOAD,
     TKVI_OF_IMPORTANCE,
+    TKVI_OF_PROMOTION,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
     TKVI_CONFIG_FIELDS
@@ -40639,6 +40721,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
     {"offload", 0, offsetof(tkv_config, offload), 0, TKVI_ROWS_OF(tkvi_offload_rows)},
     {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_rows)},
+    {"promotion", 0, offsetof(tkv_config, promotion), 0, TKVI_ROWS_OF(tkvi_promotion_rows)},
     {"budget.ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };

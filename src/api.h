@@ -305,6 +305,19 @@ typedef struct tkv_importance_config { /* zero takes the strategy's value */
     tkv_importance_heads heads;
     int sample_every; /* a cache samples one query in this many; 0: one in 32, if the policy needs it */
 } tkv_importance_config;
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
+#define TKV_MAX_PROMOTIONS 64
+typedef struct tkv_promotion_config { /* zero means default */
+    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
+    /* cfg.promotion: an append promotes by itself, once in this many tokens of a layer; 0: only tkv_promote_important
+     * does. It needs offload.write, for example with offload.keep_exact, and importance.sample_every. The limit
+     * per_step is that of a layer. An exact block whose importance fell below half of the threshold is coded again.
+     * It waits while memory is reserved or, under a budget, short. Not in place without a budget */
+    int every;
+} tkv_promotion_config;
 /* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
 typedef enum tkv_evict_policy {
     TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
@@ -538,6 +551,7 @@ typedef struct tkv_config {
     tkv_budget_config budget;
     tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
     tkv_importance_config importance;
+    tkv_promotion_config promotion; /* every 0: appends promote nothing */
     tkv_offload_config offload;     /* store for blocks when the budget is full; zero: none */
     tkv_recompute_config recompute; /* model for blocks discarded when the budget is full; zero: none */
     tkv_meter_config meter;
@@ -1521,14 +1535,6 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed);
 
-/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
- * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
-#define TKV_MAX_PROMOTIONS 64
-typedef struct tkv_promotion_config { /* zero means default */
-    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
-    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
-    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
-} tkv_promotion_config;
 typedef struct tkv_promotion_state { /* fill with zeros, then set cfg */
     tkv_promotion_config cfg;
     int step, used;                        /* step of the last call; promotions at that step */

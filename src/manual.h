@@ -746,7 +746,8 @@
  *
  *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
  *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
- *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
+ *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE. With
+ *   cfg.promotion.every appends do so by themselves, and code a block again when it matters no longer.
  *
  *
  * 10. QUALITY

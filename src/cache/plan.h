@@ -237,6 +237,9 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
         return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
     if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
         return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if ((!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD) && cfg->promotion.every)
+        return tkvi_bad_here(reason, size, "promotion.every", cfg->promotion.every,
+                             TKVI_HAS_EVICT ? "TKV_NO_OFFLOAD leaves this out" : no_evict);
     if (!TKVI_HAS_DISCARD && cfg->recompute.compute)
         return tkvi_bad_here(reason, size, "recompute.compute", 1, "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_DISCARD && cfg->budget.discard)
@@ -1016,6 +1019,24 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
     return NULL;
 }
 
+/* The reason why a field of cfg->promotion is wrong, or NULL. */
+static const char *tkvi_promotion_fault(const tkv_config *cfg, const char **field, double *value) {
+    tkv_promotion_state state;
+    tkvi_promoting unused;
+    memset(&state, 0, sizeof state);
+    state.cfg = cfg->promotion;
+    *field = "every";
+    *value = cfg->promotion.every;
+    if (cfg->promotion.every < 0) return "it must be a number of tokens, or 0";
+    if (cfg->promotion.every && !cfg->offload.write) return "it needs offload.write, which has the sources";
+    if (cfg->promotion.every && !cfg->importance.sample_every) return "it needs importance.sample_every";
+    *field = "per_step";
+    *value = cfg->promotion.per_step;
+    return tkvi_promoting_begin(&unused, &state, 0)
+               ? NULL
+               : "it must be 0 to 64, threshold a finite number, and cooldown 0, TKV_OFF or steps";
+}
+
 /* Checks the fields that show whether the struct itself is usable. */
 static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t size) {
     if (cfg->start_canary || cfg->end_canary)
@@ -1136,6 +1157,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!cfg->offload.write != !cfg->offload.read)
         return tkvi_bad(reason, size, "offload.write", cfg->offload.write ? 1 : 0,
                         "write and read must both be set, or neither");
+    wrong = TKVI_HAS_EVICT && TKVI_HAS_OFFLOAD ? tkvi_promotion_fault(cfg, &field, &value) : NULL;
+    if (wrong) return tkvi_bad_in(reason, size, "promotion.", field, value, wrong);
     if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
         return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
     if (cfg->recompute.compute) {

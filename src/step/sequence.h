@@ -17,6 +17,7 @@
 #include "reclaim/adapt.h"
 #include "reclaim/versions.h"
 #include "reclaim/scores.h"
+#include "step/promotion.h"
 #include "step/shrink.h"
 
 /* Points to the number of slots of a size class that are reserved for a sequence. */
@@ -526,6 +527,9 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         tkvi_store_tokens(kv, rows[i].seq, layer, k, v, p->first_rows ? p->first_rows[i] : first, rows[i].n,
                           p->token_positions ? p->token_positions + first : NULL);
     }
+    for (i = 0; i < request->n_rows; i++)
+        if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+            tkvi_promote_by_itself(kv, rows[i].seq, layer, tkvi_list_of(kv, rows[i].seq, layer)->chunk_start);
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
     TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
@@ -734,10 +738,11 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
+        if (list->n) tkvi_promote_by_itself(kv, seq, layer, list->chunk_start);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
-    return TKV_OK;
+    return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {

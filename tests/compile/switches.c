@@ -300,6 +300,9 @@ static void eviction(void) {
         cfg.importance.sample_every = 8;
         CHECK(config_refused(&cfg, "importance.sample_every is 8;", no_evict));
         cfg = config();
+        cfg.promotion.every = 8;
+        CHECK(config_refused(&cfg, "promotion.every is 8;", no_evict));
+        cfg = config();
         kv = cache(&cfg);
         CHECK(refused(kv, tkv_evict(kv, &p), no_evict));
         CHECK(refused(kv, tkv_seq_pin(kv, 0, 0, 4, TKV_UNLIMITED), no_evict));
@@ -352,6 +355,9 @@ static void offloading(void) {
     cfg.offload.keep_exact = 1;
     if (no_offload) {
         CHECK(config_refused(&cfg, "offload.write is 1;", no_offload));
+        cfg = config();
+        cfg.promotion.every = 8;
+        CHECK(config_refused(&cfg, "promotion.every is 8;", no_evict ? no_evict : no_offload));
         cfg = config();
     }
     kv = cache(&cfg);
