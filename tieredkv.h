@@ -101,7 +101,7 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -377,6 +377,10 @@
  *   extreme                       1.81   .0109                    +1.2 %
  *   archive and warm KIVI4        4.50   .0042                    +0.6 %
  *   warm KIVI4, archive KIVI2     2.50   .168                     +16.8 %
+ *
+ *   A plan can follow the length. Preset "growing" is "quality" while the longest sequence has less than 2,048
+ *   tokens, then "balanced", and from 8,192 on "compact": tokens that age get the format of today's length. It needs
+ *   no max_tokens. A ladder of your own does the same: set from_tokens of its levels (cfg.budget.ladder).
  *
  *   On nine texts (six languages, C, Python), balanced has .55 times the divergence of KIVI4 in the mean. Larger
  *   models and texts above 8,192 tokens were not tested.
@@ -746,7 +750,8 @@
  *
  *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
  *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
- *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
+ *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE. With
+ *   cfg.promotion.every appends do so by themselves, and code a block again when it matters no longer.
  *
  *
  * 10. QUALITY
@@ -796,7 +801,9 @@
  *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
  *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
  *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
- *   tokens. A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
+ *   tokens. cfg.budget.adapt = 1 gives the cache levels around its plan, without a ladder of yours. With
+ *   cfg.meter.target = .99 an append does all of this itself: the level follows the cache's own meter.
+ *   A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
  *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
@@ -1441,6 +1448,11 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
     tkv_format_pair warm, archive;
+    /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
+     * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
+     * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+    int from_tokens;
 } tkv_level;
 
 /* Named settings of the pressure controller. */
@@ -1491,6 +1503,19 @@ typedef struct tkv_importance_config { /* zero takes the strategy's value */
     tkv_importance_heads heads;
     int sample_every; /* a cache samples one query in this many; 0: one in 32, if the policy needs it */
 } tkv_importance_config;
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
+#define TKV_MAX_PROMOTIONS 64
+typedef struct tkv_promotion_config { /* zero means default */
+    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
+    /* cfg.promotion: an append promotes by itself, once in this many tokens of a layer; 0: only tkv_promote_important
+     * does. It needs offload.write, for example with offload.keep_exact, and importance.sample_every. The limit
+     * per_step is that of a layer. An exact block whose importance fell below half of the threshold is coded again.
+     * It waits while memory is reserved or, under a budget, short. Not in place without a budget */
+    int every;
+} tkv_promotion_config;
 /* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
 typedef enum tkv_evict_policy {
     TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
@@ -1684,12 +1709,20 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
+    /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
+     * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+    int adapt;
 } tkv_budget_config;
 
 typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int heads;                    /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
     int tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
+    /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
+     * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
+     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+    float target;
 } tkv_meter_config;
 
 typedef struct tkv_host_config { /* the program around the cache */
@@ -1717,6 +1750,7 @@ typedef struct tkv_config {
     tkv_budget_config budget;
     tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
     tkv_importance_config importance;
+    tkv_promotion_config promotion; /* every 0: appends promote nothing */
     tkv_offload_config offload;     /* store for blocks when the budget is full; zero: none */
     tkv_recompute_config recompute; /* model for blocks discarded when the budget is full; zero: none */
     tkv_meter_config meter;
@@ -1750,8 +1784,12 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.model.rope, or TKV_KVQUANT_POST_ROPE in
- * cfg.format.kvquant; else tkv_validate_config fails.
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
+ * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
+ * TKV_NO_METER leaves them out.
+ * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
+ * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -2351,7 +2389,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
  * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
- * fewer if no block has the oldest one any more.
+ * fewer if no block has the oldest one any more. Without a budget it counts all blocks at the first level.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -2698,14 +2736,6 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed);
 
-/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
- * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
-#define TKV_MAX_PROMOTIONS 64
-typedef struct tkv_promotion_config { /* zero means default */
-    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
-    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
-    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
-} tkv_promotion_config;
 typedef struct tkv_promotion_state { /* fill with zeros, then set cfg */
     tkv_promotion_config cfg;
     int step, used;                        /* step of the last call; promotions at that step */
@@ -2962,8 +2992,9 @@ TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tk
  * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
 TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out);
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
- * cfg.budget.ladder within cfg.budget.pressure, for later tokens. Under a budget, memory decides the level, so
- * only hot_tokens change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
+ * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
+ * made. Counts as a write. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
@@ -23121,6 +23152,7 @@ typedef struct tkvi_derived_config {
     int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
+    int first_level;        /* level of a new cache */
     int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
@@ -23148,11 +23180,12 @@ typedef struct tkvi_tables {
     int n_keys, n_layouts, n_classes;
     int any_shared, token_parts, query_parts; /* as in tkvi_derived_config */
     size_t page_bytes;
-    tkvi_plan *plan;            /* [n_layers] */
-    tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
-    int n_levels, level;        /* levels of the ladder; the current one */
-    int recode_pages;           /* pages that recoding needs under a budget; 0: no budget at creation */
-    tkvi_layout *layout;        /* [n_layouts] */
+    tkvi_plan *plan;                 /* [n_layers] */
+    tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
+    int n_levels, level;             /* levels of the ladder; the current one */
+    int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
+    tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
@@ -23240,6 +23273,9 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
         return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
     if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
         return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if ((!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD) && cfg->promotion.every)
+        return tkvi_bad_here(reason, size, "promotion.every", cfg->promotion.every,
+                             TKVI_HAS_EVICT ? "TKV_NO_OFFLOAD leaves this out" : no_evict);
     if (!TKVI_HAS_DISCARD && cfg->recompute.compute)
         return tkvi_bad_here(reason, size, "recompute.compute", 1, "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_DISCARD && cfg->budget.discard)
@@ -23247,6 +23283,8 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
                              "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_METER && cfg->meter.heads)
         return tkvi_bad_here(reason, size, "meter.heads", cfg->meter.heads, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER && cfg->budget.adapt)
+        return tkvi_bad_here(reason, size, "budget.adapt", cfg->budget.adapt, "TKV_NO_METER leaves this out");
     return TKV_OK;
 }
 
@@ -23550,20 +23588,26 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 /* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
  * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
-    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, 0};
 static const tkv_level tkvi_ladder_steps[] = {
-    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's plan */
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     0}, /* the config's plan */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 0},
 };
+
+static int tkvi_adapt_ladder(const tkv_config *cfg, tkv_level *ladder, int *plan);
 
 static int tkvi_levels_of(const tkv_config *cfg) {
     const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    tkv_level unused[TKV_MAX_LEVELS];
+    int plan;
+    if (TKVI_HAS_METER && cfg->budget.adapt) return tkvi_adapt_ladder(cfg, unused, &plan);
     return cfg->budget.ladder ? cfg->budget.n_levels : cfg->budget.bytes ? 1 + steps : 1;
 }
 
@@ -23595,6 +23639,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
+    if (TKVI_HAS_METER && cfg->budget.adapt) (void)tkvi_adapt_ladder(cfg, h->ladder, &h->first_level);
     for (i = 0; i < h->n_levels && cfg->budget.ladder; i++) h->ladder[i] = cfg->budget.ladder[i];
     if (cfg->budget.ladder || !cfg->budget.bytes) return;
     h->ladder[0] = tkvi_ladder_exact;
@@ -23754,6 +23799,33 @@ static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier
     return r->warm < (cfg->budget.bytes ? TKVI_FOREVER : cfg->limits.max_tokens);
 }
 
+/* Fills in the ladder of cfg.budget.adapt. *plan: the level of the plan. Returns the number of levels. */
+static int tkvi_adapt_ladder(const tkv_config *cfg, tkv_level *ladder, int *plan) {
+    static const tkv_format_pair none = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
+    static const tkv_format_pair archives[] = {
+        {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, {TKV_A25, TKV_R20}, {TKV_A20, TKV_R15}};
+    const tkvi_geometry g = tkvi_model_geometry(&cfg->model);
+    const tkv_format_pair own = tkvi_pair(none, cfg->tiers.archive, TKV_A30, TKV_R30);
+    tkv_config full = *cfg;
+    tkvi_bytes own_bytes, bytes;
+    int i, n = 0, above = 0;
+    memset(ladder, 0, TKV_MAX_LEVELS * sizeof *ladder);
+    memset(&own_bytes, 0, sizeof own_bytes);
+    tkvi_fill_defaults(&full);
+    (void)tkvi_key_bytes(&full, tkvi_layout_key_of(&g, own, TKVI_BLOCK), &own_bytes);
+    for (i = 0; i < (int)(sizeof archives / sizeof *archives); i++) {
+        memset(&bytes, 0, sizeof bytes);
+        (void)tkvi_key_bytes(&full, tkvi_layout_key_of(&g, archives[i], TKVI_BLOCK), &bytes);
+        if (bytes.total > own_bytes.total) above++;
+        if (n == above && bytes.total < own_bytes.total) ladder[n++].archive = own;
+        if (bytes.total != own_bytes.total) ladder[n++].archive = archives[i];
+        else if (n == above) ladder[n++].archive = own;
+    }
+    if (n == above) ladder[n++].archive = own;
+    *plan = above;
+    return n;
+}
+
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_format_pair pair[TKV_TIER_COUNT];
@@ -23783,7 +23855,7 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of the first level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, rank = 0, n_own = 0, fits = 1;
@@ -23806,7 +23878,7 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
         }
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
-    p->now = tier_specs[h->cfg.budget.pressure.min_level];
+    p->now = tier_specs[h->first_level];
     p->sink_layout =
         p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink) : p->now.layout[TKV_TIER_HOT];
     p->n_anchor_blocks = tkvi_n_anchor_blocks(&h->cfg);
@@ -23881,7 +23953,7 @@ static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_p
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
-    int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, n, level, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
@@ -23889,6 +23961,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
+    h->first_level = tkvi_max(h->cfg.budget.pressure.min_level,
+                              tkvi_min(h->cfg.budget.pressure.max_level, h->first_level));
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
         tkvi_widen_geometry(&h->widest, &p.geometry);
@@ -23897,7 +23971,9 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->n_stored_heads += (size_t)p.geometry.n_kv_heads;
         h->own_heads +=
             (size_t)p.geometry.n_kv_heads * (size_t)tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
-        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
+        for (level = 0; level < h->n_levels; level++)
+            for (n = level == h->first_level && h->cfg.budget.adapt ? h->n_levels : 1; n > 0; n--)
+                tkvi_usual_blocks(h, &p, &tier_specs[level], of_key); /* pages suit the given plan most */
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
@@ -23933,8 +24009,21 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
+/* The reason why from_tokens of a level is wrong, or NULL. */
+static const char *tkvi_from_tokens_fault(const tkv_config *cfg, int level) {
+    const int n = cfg->budget.ladder[level].from_tokens,
+              before = level ? cfg->budget.ladder[level - 1].from_tokens : 0;
+    if (!TKVI_HAS_METER) return n ? "TKV_NO_METER leaves this out" : NULL;
+    if (n < 0 || n > TKVI_FOREVER) return "it must be 1 to 2^30 - 1, or 0 for none";
+    if (n && level == 0) return "it must be 0: a cache without tokens has this level";
+    if (n && (n <= before || (level > 1 && before == 0)))
+        return "lengths must rise from level 1 on, without gaps";
+    return n && cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides" : NULL;
+}
+
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
     tkv_status st = TKV_OK;
+    const char *wrong;
     int i;
     for (i = 0; i < cfg->budget.n_levels && !st; i++) {
         tkv_layer_config c;
@@ -23946,6 +24035,10 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         c.archive = cfg->budget.ladder[i].archive;
         tkvi_name_entry(owner, sizeof owner, "budget.ladder[", i);
         st = tkvi_validate_tiers(&c, owner, reason, size);
+        wrong = st ? NULL : tkvi_from_tokens_fault(cfg, i);
+        if (wrong)
+            st = tkvi_bad_in(reason, size, owner, "from_tokens", cfg->budget.ladder[i].from_tokens, wrong);
+        if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
 }
@@ -23963,6 +24056,24 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
         if (p.stored_layer == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
     }
     return NULL;
+}
+
+/* The reason why a field of cfg->promotion is wrong, or NULL. */
+static const char *tkvi_promotion_fault(const tkv_config *cfg, const char **field, double *value) {
+    tkv_promotion_state state;
+    tkvi_promoting unused;
+    memset(&state, 0, sizeof state);
+    state.cfg = cfg->promotion;
+    *field = "every";
+    *value = cfg->promotion.every;
+    if (cfg->promotion.every < 0) return "it must be a number of tokens, or 0";
+    if (cfg->promotion.every && !cfg->offload.write) return "it needs offload.write, which has the sources";
+    if (cfg->promotion.every && !cfg->importance.sample_every) return "it needs importance.sample_every";
+    *field = "per_step";
+    *value = cfg->promotion.per_step;
+    return tkvi_promoting_begin(&unused, &state, 0)
+               ? NULL
+               : "it must be 0 to 64, threshold a finite number, and cooldown 0, TKV_OFF or steps";
 }
 
 /* Checks the fields that show whether the struct itself is usable. */
@@ -24041,6 +24152,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, "format.", option->name,
                            tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(budget.adapt, 0, 1, "it must be 0 or 1");
+    if (TKVI_HAS_METER && cfg->budget.adapt && (cfg->budget.bytes || cfg->budget.ladder))
+        return tkvi_bad(reason, size, "budget.adapt", 1,
+                        cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides"
+                                          : "it must be 0 with a ladder");
+    if (TKVI_HAS_METER && tkvi_bits(cfg->meter.target) != 0 &&
+        (!tkvi_is_finite(cfg->meter.target) || cfg->meter.target < .01f || cfg->meter.target > .9999f ||
+         !cfg->meter.heads))
+        return tkvi_bad(reason, size, "meter.target", (double)cfg->meter.target,
+                        cfg->meter.heads ? "it must be .01 to .9999, or 0 for none"
+                                         : "it must be 0 without meter.heads");
     st = tkvi_validate_rope(&cfg->model.rope, cfg->model.head_dim, "model.", reason, size);
     if (st) return st;
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
@@ -24074,6 +24196,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!cfg->offload.write != !cfg->offload.read)
         return tkvi_bad(reason, size, "offload.write", cfg->offload.write ? 1 : 0,
                         "write and read must both be set, or neither");
+    wrong = TKVI_HAS_EVICT && TKVI_HAS_OFFLOAD ? tkvi_promotion_fault(cfg, &field, &value) : NULL;
+    if (wrong) return tkvi_bad_in(reason, size, "promotion.", field, value, wrong);
     if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
         return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
     if (cfg->recompute.compute) {
@@ -24353,6 +24477,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
+    for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
@@ -24387,7 +24512,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                 tkvi_init_layout(&t->layout[tier_specs[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
                                  tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
-    tkvi_take_level(t, h->cfg.budget.pressure.min_level);
+    tkvi_take_level(t, h->first_level);
     for (i = 0; i < h->n_keys; i++) { /* the others wait for a table */
         tkvi_geometry g;
         memset(&g, 0, sizeof g);
@@ -24433,6 +24558,10 @@ static const tkvi_preset tkvi_presets[] = {
     {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+#if TKVI_HAS_METER /* they have ladders, too: tkvi_ladders */
+    {"by-length", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"growing", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+#endif
     /* from RuvLLM: ADR-004, then the profiles in its code */
     {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
@@ -24465,6 +24594,48 @@ static const char *tkvi_preset_name(int i) {
     return NULL;
 }
 
+#if TKVI_HAS_METER
+/* Ladders of presets whose archive follows the length of the longest sequence. A level takes hot and warm of the
+ * preset. */
+static const tkv_level tkvi_ladder_by_length[] = {
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}, 2048},
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}, 8192},
+};
+static const tkv_level tkvi_ladder_growing[] = {
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, 2048},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 8192},
+};
+
+static const struct tkvi_named_ladder {
+    const char *name; /* of the preset */
+    const tkv_level *level;
+    int n_levels;
+} tkvi_ladders[] = {
+    {"by-length", tkvi_ladder_by_length, 3},
+    {"growing", tkvi_ladder_growing, 3},
+};
+
+/* Sets the ladder of the preset `name`, or removes that of another preset. A ladder of the program stays. */
+static void tkvi_apply_ladder(tkv_config *cfg, const char *name) {
+    size_t i;
+    for (i = 0; i < sizeof tkvi_ladders / sizeof *tkvi_ladders; i++) {
+        const int is_it = strcmp(name, tkvi_ladders[i].name) == 0;
+        if (!is_it && cfg->budget.ladder != tkvi_ladders[i].level) continue;
+        cfg->budget.ladder = is_it ? tkvi_ladders[i].level : NULL;
+        cfg->budget.n_levels = is_it ? tkvi_ladders[i].n_levels : 0;
+        if (is_it) return;
+    }
+}
+
+#else
+static void tkvi_apply_ladder(tkv_config *cfg, const char *name) {
+    (void)cfg;
+    (void)name;
+}
+#endif
+
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
     int i;
     for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
@@ -24477,6 +24648,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
         cfg->tiers.hot.k = cfg->tiers.hot.v = TKV_FORMAT_DEFAULT;
         cfg->tiers.warm = tkvi_presets[i].warm;
         cfg->tiers.archive = tkvi_presets[i].archive;
+        tkvi_apply_ladder(cfg, name);
         return TKV_OK;
     }
     return TKV_ERR_ARG;
@@ -25184,6 +25356,8 @@ typedef struct tkvi_meter {
     int n, slots, every;         /* probes; copies per probe; sampling period in positions */
     size_t record_bytes;         /* of one copy */
     tkvi_head_probe *head_probe; /* [n] */
+    tkv_feedback *feedback;      /* of cfg.meter.target; NULL: none */
+    tkvi_error_sums scored;      /* sums of all probes at the last score for it */
 } tkvi_meter;
 
 /* >>counts and sizes */
@@ -25204,6 +25378,7 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
     if (!n) return 1;
     *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_head_probe)) +
               tkvi_align_up(2 * n * slots * sizeof(int));
+    if (h->cfg.meter.target > 0.0f) *tables += tkvi_align_up(sizeof(tkv_feedback));
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
@@ -25270,6 +25445,9 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
         m->head_probe[i].slot = m->head_probe[i].start + m->slots;
         m->head_probe[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
     }
+    if (h->cfg.meter.target > 0.0f)
+        m->feedback = (tkv_feedback *)(void *)((uint8_t *)numbers +
+                                               tkvi_align_up(2 * (size_t)n * (size_t)m->slots * sizeof(int)));
     tkvi_meter_place(m, t, h->n_stored);
     tkvi_meter_clear(m);
     return m;
@@ -26072,6 +26250,7 @@ typedef struct tkvi_budget_state {
     size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
     int64_t recode_backlog;  /* bytes that recoding must still free to pay for appended tokens */
     size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
+    int length_level;        /* level by the length of the longest sequence (tkv_level.from_tokens) */
     int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
 } tkvi_budget_state;
 
@@ -26674,6 +26853,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
     kv->budget.pressure.cfg =
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
+    kv->budget.pressure.now.level = derived->first_level;
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
     kv->turns.lanes = derived->rope_lanes;
@@ -27076,6 +27256,9 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
     if (!st && cfg->limits.max_tokens == 0)
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
+    if (TKVI_HAS_METER && !st && derived->n_levels > 1 && derived->ladder[1].from_tokens)
+        return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
+                        "it must be 0 in place: there the plan is fixed");
     if (!st) st = tkvi_size_in_place(derived, sizes);
     if (st == TKV_ERR_BUDGET)
         return tkvi_give_reason(
@@ -31645,8 +31828,35 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
     kv->budget.relax_at = (size_t)-1;
     tkvi_pressure_move(&kv->budget.pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_used_bytes(kv),
-                    level > from ? "the pressure rose: old tokens get fewer bits"
-                                 : "the pressure fell: new tokens get more bits");
+                    !tkvi_has_budget(kv) ? "the plan changed: tokens that age get other formats"
+                    : level > from       ? "the pressure rose: old tokens get fewer bits"
+                                         : "the pressure fell: new tokens get more bits");
+}
+
+/* 1 if memory is reserved for a sequence. */
+static int tkvi_has_reservation(const tkv_cache *kv) {
+    int seq, any = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) any |= kv->seq[seq].reserved_len != 0;
+    return any;
+}
+
+/* Goes to the level that the longest sequence demands (tkv_level.from_tokens), before an append or a reservation of
+ * rows. Only the first layer with K and V of its own decides, so that all layers of a step see one level. */
+static void tkvi_follow_length(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    const int *from = kv->tables.from_tokens;
+    int i, longest = 0, level = 0;
+    if (!TKVI_HAS_METER || !from[1]) return;
+    for (i = 0; i < layer; i++)
+        if (kv->tables.plan[i].stored_layer == i) return;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, i, layer)->len);
+    for (i = 0; i < n_rows; i++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, rows[i].seq, layer)->len + rows[i].n);
+    while (level + 1 < kv->tables.n_levels && from[level + 1] && longest >= from[level + 1]) level++;
+    if (level == kv->budget.length_level || tkvi_has_reservation(kv)) return;
+    kv->budget.length_level = level;
+    tkvi_change_level(
+        kv, tkvi_max(kv->budget.pressure.cfg.min_level, tkvi_min(kv->budget.pressure.cfg.max_level, level)));
 }
 
 /* >>offloading */
@@ -32315,6 +32525,9 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure) {
  * reclaim/adapt.h - applies quality feedback to a cache (tkv_adapt_plan).
  *
  *     quality scores -> advice (learn/feedback.h) -> hot_tokens and the level of the cache (reclaim/budget.h)
+ *
+ * With cfg.meter.target an append does so itself (tkvi_follow_meter): scores come from the meter, and only the level
+ * moves.
  */
 #ifndef TKVI_RECLAIM_ADAPT_H
 #define TKVI_RECLAIM_ADAPT_H
@@ -32338,12 +32551,13 @@ static int tkvi_hot_tokens(const tkv_cache *kv) {
     return 0;
 }
 
-/* The level after a step of -1, 0 or 1, within cfg.budget.pressure. Under a budget it does not change: there
- * memory pressure decides the level. */
+/* The level after a step of -1, 0 or 1, within cfg.budget.pressure. It does not change under a budget, where memory
+ * pressure decides the level, nor in place, where the memory is that of the plan. */
 static int tkvi_level_after_step(const tkv_cache *kv, int step) {
     const tkv_pressure_config *p = &kv->budget.pressure.cfg;
     const int level = kv->tables.level + step;
-    return tkvi_has_budget(kv) || level < p->min_level || level > p->max_level ? kv->tables.level : level;
+    const int is_fixed = tkvi_has_budget(kv) || kv->pool.keep_all;
+    return is_fixed || level < p->min_level || level > p->max_level ? kv->tables.level : level;
 }
 
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out) {
@@ -32363,6 +32577,48 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     a.hot_tokens = tkvi_hot_tokens(kv);
     if (!st && out) *out = a;
     return st ? st : tkvi_ok(kv);
+}
+
+/* Starts the controller of cfg.meter.target. It advises on the level alone: `hot` is the least and the most. */
+static void tkvi_start_following(const tkv_cache *kv, tkv_feedback *f, int hot) {
+    const tkv_pressure_config *p = &kv->budget.pressure.cfg;
+    tkv_feedback_config cfg;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.target = kv->tables.cfg.meter.target;
+    cfg.min_hot = cfg.max_hot = tkvi_max(1, hot);
+    cfg.min_level = p->min_level;
+    cfg.max_level = p->max_level ? p->max_level : TKV_OFF;
+    (void)tkv_init_feedback(f, &cfg, NULL, 0);
+}
+
+/* Makes a score of what the meter measured since the last one, if that is two samples of each probe, and follows the
+ * advice on the level. For an append; not while memory is reserved, since it was counted for the present plan. */
+static void tkvi_follow_meter(tkv_cache *kv) {
+    tkvi_meter *m = kv->meter;
+    tkvi_error_sums sum;
+    tkv_quality_info info;
+    tkv_score_params params;
+    tkv_advice advice;
+    float score;
+    int i, hot;
+    if (!TKVI_HAS_METER || !m || !m->feedback || tkvi_has_budget(kv) || kv->pool.keep_all) return;
+    memset(&sum, 0, sizeof sum);
+    for (i = 0; i < m->n; i++) tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
+    if (sum.samples < m->scored.samples) memset(&m->scored, 0, sizeof m->scored); /* tkv_reset_quality */
+    if (sum.samples - m->scored.samples < 2u * (unsigned)m->n || tkvi_has_reservation(kv)) return;
+    memset(&info, 0, sizeof info);
+    memset(&params, 0, sizeof params);
+    info.samples = sum.samples - m->scored.samples;
+    if (sum.keys > m->scored.keys) /* else no coded key was seen, and the score says nothing of the plan */
+        info.coverage = (double)(sum.kept - m->scored.kept) / (double)(sum.keys - m->scored.keys);
+    info.output_error = (double)(sum.error - m->scored.error) / TKVI_METER_ONE / (double)info.samples;
+    m->scored = sum;
+    params.meter = &info;
+    hot = tkvi_hot_tokens(kv);
+    if (m->feedback->cfg.target <= 0.0f) tkvi_start_following(kv, m->feedback, hot);
+    if (tkv_compute_score(&params, &score) || tkv_observe_score(m->feedback, score)) return;
+    if (tkv_get_advice(m->feedback, tkvi_max(1, hot), kv->tables.level, &advice)) return;
+    tkvi_change_level(kv, tkvi_level_after_step(kv, advice.step));
 }
 
 #endif /* TKVI_RECLAIM_ADAPT_H */
@@ -35094,6 +35350,444 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
 }
 
 #endif /* TKVI_STEP_SHRINK_H */
+/* ======== step/promote.h ======== */
+/*
+ * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
+ *
+ * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
+ * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
+ */
+#ifndef TKVI_STEP_PROMOTE_H
+#define TKVI_STEP_PROMOTE_H
+
+
+TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
+    int l, i, n = 0;
+    if (done) *done = 0;
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!kv->tables.cfg.offload.write)
+        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
+    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
+    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    kv->call.store_failed = 0;
+    for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
+        if (layer != TKV_ALL_LAYERS && l != layer) continue;
+        for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
+        if (kv->call.store_failed) break;
+    }
+    tkvi_trim(&kv->pool);
+    if (done) *done = n;
+    if (kv->call.store_failed)
+        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
+                         "");
+    return tkvi_ok(kv);
+}
+
+/* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
+ * gives TKV_ERR_BUDGET. */
+static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
+    tkvi_request request = tkvi_no_request();
+    request.fixed.slots[kv->tables.layout[layout].size_class] = 1; /* the block has its entry already */
+    if (tkvi_has_budget(kv) && tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes)
+        return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
+                         NULL);
+    if (tkvi_provide_request(kv, &request)) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory for a block in a better format", 0, NULL);
+}
+
+/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
+static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
+                                                 int layout, uint8_t *to) {
+    const tkvi_layout *c = &kv->tables.layout[layout];
+    tkvi_fetch_buffer room;
+    int i;
+    tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
+    memset(to, 0, c->bytes.total);
+    for (i = 0; i < 2 * c->n_kv_heads; i++) {
+        const tkvi_record *r = &c->record[i / 2];
+        const uint8_t *bytes;
+        const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
+        if (st) return st;
+        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
+    }
+    return TKV_OK;
+}
+
+/* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
+ * -1: none, or other lists hold the block too. */
+static int tkvi_better_source(const tkvi_block *b) {
+    if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
+    if (b->copy_layout && (b->copy_layout - 1 != b->layout || tkvi_is_discarded(b))) return TKVI_COPY;
+    return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
+}
+
+/* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
+static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    const uint32_t number = kv->pool.entry[id].block;
+    tkvi_block *b = &kv->pool.block[number];
+    const int what = tkvi_better_source(b);
+    tkv_status st;
+    uint32_t page, old_page;
+    int layout, slot, old_slot;
+    if (!TKVI_HAS_OFFLOAD || what < 0)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
+                         " (cfg.offload.keep_exact keeps it)");
+    layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
+    st = tkvi_promote_ready(kv, layout);
+    if (st) return st;
+    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, number, &page, &slot);
+    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
+    if (st) {
+        tkvi_give_slot(&kv->pool, page, slot);
+        tkvi_trim(&kv->pool);
+        return tkvi_fail(kv, st,
+                         st == TKV_ERR_IO
+                             ? "cfg.offload.read failed for the block at position"
+                             : "cfg.offload.read returned damaged bytes of the block at position",
+                         position, "; it stays as it is");
+    }
+    old_page = b->page;
+    old_slot = b->slot;
+    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
+    b->page = page;
+    b->slot = (uint16_t)slot;
+    b->layout = (uint16_t)layout;
+    if (what == TKVI_COPY) b->previous_layout = 0;
+    if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
+    tkvi_search_again(list, i);
+    tkvi_record_move(kv, id, list->len);
+    kv->counts.promoted++;
+    tkvi_trim(&kv->pool);
+    return tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
+    const tkvi_list *list;
+    int i, place;
+    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    list = tkvi_list_of(kv, seq, layer);
+    if (position < 0 || position >= list->len)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held with index", position, "");
+    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
+    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
+    if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
+        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token with index", position, "");
+    return tkvi_promote_block(kv, seq, layer, i, position);
+}
+
+#endif /* TKVI_STEP_PROMOTE_H */
+/* ======== step/ranking.h ======== */
+/*
+ * step/ranking.h - importance of the tokens of a cache. rules/importance.h computes it from the attention scores
+ * that attention collected (reclaim/scores.h). A caller can read it, add attention scores of its own, and ask for
+ * the k most important tokens.
+ */
+#ifndef TKVI_STEP_RANKING_H
+#define TKVI_STEP_RANKING_H
+
+
+/* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
+typedef struct tkvi_ranking {
+    tkv_cache *kv;
+    const tkvi_list *list;
+    const uint32_t *ids;
+    int newest;
+} tkvi_ranking;
+
+/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0) return TKV_ERR_ARG;
+    r->kv = kv;
+    r->list = tkvi_list_of(kv, seq, layer);
+    r->ids = tkvi_ids(kv, seq, layer);
+    /* recency depends on age alone and needs no scores */
+    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
+        return TKV_ERR_CONFIG;
+    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
+    return TKV_OK;
+}
+
+/* Positions and importance of the live tokens of block i; returns their number (at most 64). */
+static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
+    const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
+    const uint64_t there = tkvi_live_mask(&r->kv->pool.entry[r->ids[i]], slots);
+    float a[TKVI_BLOCK];
+    int t, n = 0;
+    tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
+    for (t = 0; t < slots; t++) {
+        if (!(there >> t & 1)) continue;
+        position[n] = tkvi_slot_index(r->kv, r->ids[i], t);
+        out[n++] = a[t];
+    }
+    tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
+    return n;
+}
+
+TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
+                                      uint64_t *missing) {
+    tkvi_ranking r;
+    tkv_status st;
+    int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st) return st;
+    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
+    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
+    for (i = 0; i < n; i++) out[i] = 0.0f;
+    for (i = 0; i < n && missing; i++) {
+        if (i % 64 == 0) missing[i / 64] = 0;
+        tkvi_mark(missing, i);
+    }
+    for (i = 0; i < r.list->n; i++) {
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], found;
+        if (tkvi_block_index_end(kv, r.list, r.ids, i) <= start) continue;
+        if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
+        found = tkvi_ranking_block(&r, i, position, x);
+        for (t = 0; t < found; t++) {
+            const int at = position[t] - start;
+            if (at < 0 || at >= n) continue;
+            out[at] = x[t];
+            if (missing) missing[at >> 6] &= ~((uint64_t)1 << (at & 63));
+        }
+    }
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores) {
+    tkvi_ranking r;
+    tkv_status st;
+    float low;
+    int i, t;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!kv) return TKV_ERR_ARG;
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st == TKV_ERR_ARG)
+        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
+    if (st || !kv->token_scores.mode)
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
+    if (n < 0 || (n > 0 && !scores))
+        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
+    if (start < 0 || start > r.list->len || n > r.list->len - start)
+        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    for (i = 0; i < n; i++)
+        if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
+            return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
+                             " is not");
+    low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
+    for (i = 0; i < r.list->n; i++) {
+        const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
+        const uint64_t there = tkvi_live_mask(&kv->pool.entry[r.ids[i]], slots);
+        float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
+        memset(said, 0, sizeof said);
+        for (t = 0; t < TKVI_BLOCK; t++) {
+            const int at = t < slots && (there >> t & 1) ? tkvi_slot_index(kv, r.ids[i], t) - start : -1;
+            s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
+            p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
+        }
+        kv->token_scores.mode->say(s, p, low, said);
+        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
+    }
+    return tkvi_ok(kv);
+}
+
+/* Is a worse than b: less important, or equally important and younger? */
+static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
+    return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
+}
+
+TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
+                                       int *count) {
+    tkvi_ranking r;
+    tkv_evict_config evict;
+    tkv_status st;
+    int i, t, low, high, found = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    st = tkvi_ranking_init(&r, kv, seq, layer);
+    if (st) return st;
+    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
+    low = protect ? evict.sink_tokens : 0;
+    high = protect ? r.list->len - evict.recent_tokens : r.list->len;
+    for (i = r.list->n; i-- > 0;) { /* newest first: with recency, few then move up past earlier ones */
+        float x[TKVI_BLOCK];
+        int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
+        for (t = n; t-- > 0;) {
+            tkv_ranked token;
+            int from = 0, to = found;
+            token.position = position[t];
+            token.importance = x[t];
+            if (position[t] < low || position[t] >= high) continue;
+            if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
+            while (from < to) { /* binary search for the first worse entry */
+                const int mid = from + (to - from) / 2;
+                if (tkvi_worse(&token, &out[mid])) from = mid + 1;
+                else to = mid;
+            }
+            if (found < k) found++;
+            memmove(out + from + 1, out + from, (size_t)(found - 1 - from) * sizeof *out);
+            out[from] = token;
+        }
+    }
+    *count = found;
+    return TKV_OK;
+}
+
+#endif /* TKVI_STEP_RANKING_H */
+/* ======== step/promotion.h ======== */
+/*
+ * step/promotion.h - importance and promotion in one call: finds the blocks of a layer that matter enough to come
+ * back, and brings them back. Threshold, limit per step and cool-down: rules/importance.h.
+ *
+ *     block     exact   coded + copy   offloaded   coded   discarded
+ *     source      -     the copy       itself      none    the caller's model, or a copy
+ */
+#ifndef TKVI_STEP_PROMOTION_H
+#define TKVI_STEP_PROMOTION_H
+
+
+/* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
+static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
+    float x[TKVI_BLOCK];
+    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
+    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
+    return n > 0;
+}
+
+/* Offers the blocks behind the sinks that are not exact in RAM as candidates for promotion. */
+static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
+                              tkvi_promoting *best) {
+    int i;
+    for (i = r->list->sinks; i < r->list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
+        float score = 0.0f;
+        if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
+        if (!tkvi_block_matters(r, i, &score)) continue;
+        /* After a cut, moved_at can lie behind the end of the list. */
+        tkvi_promoting_offer(best, (int)r->ids[i], score,
+                             tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
+                             moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
+    }
+}
+
+/* The index of a block in its list; -1: the list does not hold it any more. */
+static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
+    int i;
+    for (i = 0; i < r->list->n; i++)
+        if (r->ids[i] == id) return i;
+    return -1;
+}
+
+/* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
+ * one tkv_seq_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
+static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
+                                          const tkvi_promoting *best, int *done) {
+    tkv_cache *kv = r->kv;
+    tkv_status st = TKV_OK;
+    int j, i, asked = 0;
+    for (j = 0; j < best->found && !st; j++) {
+        const uint32_t id = (uint32_t)best->out[j];
+        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
+        if (tkvi_better_source(tkvi_block_of(kv, id)) >= 0) {
+            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
+            *done += !st;
+            continue;
+        }
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
+            st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
+                                   p->user, NULL);
+        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
+        tkvi_record_move(kv, id, r->list->len);
+        ++*done;
+    }
+    return st;
+}
+
+/* Codes promoted blocks again that matter less than half of the threshold, at most `most` of them. */
+static void tkvi_return_blocks(const tkvi_ranking *r, int seq, int layer, const tkvi_promoting *p, int most) {
+    const tkvi_list *list = r->list;
+    int i;
+    for (i = list->sinks; i < list->sinks + list->archive + list->warm && most > 0; i++) {
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
+        float score = 0.0f;
+        if (!b->copy_layout || b->refs > 1 || b->tier == TKV_TIER_HOT || tkvi_is_offloaded(b) ||
+            !tkvi_is_hot_layout(r->kv, layer, b->layout) || tkvi_has_named_sinks(&r->kv->pool, r->ids[i]))
+            continue;
+        if (moved && p->now - (moved - 1) < p->cooldown) continue;
+        if (tkvi_block_matters(r, i, &score) && score >= .5f * p->threshold) continue;
+        if (!tkvi_demote_block(r->kv, seq, layer, i,
+                               tkvi_layout_of(&r->kv->tables, layer, (tkv_tier)b->tier)))
+            return;
+        most--;
+    }
+}
+
+/* Promotion by cfg.promotion, after the tokens from index `from` on were appended to a layer. A block stays as it is if
+ * memory is short, or if the store fails. */
+static void tkvi_promote_by_itself(tkv_cache *kv, int seq, int layer, int from) {
+    const tkv_promotion_config *cfg = &kv->tables.cfg.promotion;
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_promotion p;
+    int done = 0;
+    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every || !kv->pool.token_meta) return;
+    if (tkvi_has_budget(kv) ? tkvi_is_pressed(kv, 9) : kv->pool.keep_all) return;
+    if (tkvi_list_of(kv, seq, layer)->len / cfg->every == from / cfg->every || tkvi_has_reservation(kv))
+        return;
+    memset(&p, 0, sizeof p);
+    p.by.cfg = *cfg;
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !tkvi_promoting_begin(&best, &p.by, r.list->len)) return;
+    if (!tkvi_has_budget(kv)) tkvi_return_blocks(&r, seq, layer, &best, best.room);
+    tkvi_offer_blocks(&r, layer, &p, &best);
+    (void)tkvi_promote_candidates(&r, seq, layer, &p, &best, &done);
+}
+
+TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_status st;
+    int done = 0;
+    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
+    if (!TKVI_HAS_BLOCKS_OUTSIDE_RAM) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
+    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
+    if (!p || p->by.used < 0 || !p->compute != !p->remat)
+        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
+                         NULL);
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
+        return tkvi_fail(kv, TKV_ERR_CONFIG,
+                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
+    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
+    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
+        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
+                         p->by.cfg.per_step, "");
+    p->promoted = p->waiting = p->no_source = 0;
+    if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
+    st = tkvi_promote_candidates(&r, seq, layer, p, &best, &done);
+    tkvi_promoting_end(&best, &p->by, done);
+    p->promoted = done;
+    p->waiting = best.waiting + best.found - done;
+    p->no_source = best.no_source;
+    if (st) return st;
+    if (p->no_source && !p->promoted && !p->waiting)
+        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of important blocks:", p->no_source,
+                         " (cfg.offload.keep_exact keeps it)");
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_STEP_PROMOTION_H */
 /* ======== step/sequence.h ======== */
 /*
  * step/sequence.h - the calls that change a sequence: append, flush, begin, commit, abort, reserve, truncate and
@@ -35603,6 +36297,8 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
                  token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
     int i, first = 0, has_step = 0, is_covered = 0;
     tkv_status st = TKV_OK;
+    tkvi_follow_length(kv, layer, rows, request->n_rows);
+    tkvi_follow_meter(kv);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
@@ -35633,6 +36329,9 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         tkvi_store_tokens(kv, rows[i].seq, layer, k, v, p->first_rows ? p->first_rows[i] : first, rows[i].n,
                           p->token_positions ? p->token_positions + first : NULL);
     }
+    for (i = 0; i < request->n_rows; i++)
+        if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+            tkvi_promote_by_itself(kv, rows[i].seq, layer, tkvi_list_of(kv, rows[i].seq, layer)->chunk_start);
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
     TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
@@ -35841,10 +36540,11 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
+        if (list->n) tkvi_promote_by_itself(kv, seq, layer, list->chunk_start);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
-    return TKV_OK;
+    return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
@@ -35998,6 +36698,8 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     request.layer = -1;
     reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
     kv->seq[seq].used = ++kv->call.clock;
+    for (layer = 0; TKVI_HAS_METER && kv->tables.plan[layer].stored_layer != layer;) layer++;
+    tkvi_follow_length(kv, layer, &row, 1);
     tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);
@@ -37921,137 +38623,6 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
 }
 
 #endif /* TKVI_STEP_KEEP_H */
-/* ======== step/promote.h ======== */
-/*
- * step/promote.h - offloads blocks on request (tkv_offload) and brings single blocks back into RAM (tkv_promote).
- *
- * An offloaded block comes back in the format that it had. If an exact copy was kept (reclaim/offload.h), the block
- * comes back exact. A coded block in RAM without a copy stays as it is: decoding it would restore nothing.
- */
-#ifndef TKVI_STEP_PROMOTE_H
-#define TKVI_STEP_PROMOTE_H
-
-
-TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
-    int l, i, n = 0;
-    if (done) *done = 0;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!kv->tables.cfg.offload.write)
-        return tkvi_fail(kv, TKV_ERR_ARG, "the cache was created without cfg.offload", 0, NULL);
-    if (n_blocks < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_blocks is", n_blocks, "; it must not be negative");
-    if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    kv->call.store_failed = 0;
-    for (l = 0; l < kv->tables.cfg.model.n_layers; l++) {
-        if (layer != TKV_ALL_LAYERS && l != layer) continue;
-        for (i = 0; i < n_blocks && tkvi_offload_next(kv, seq, l); i++) n++;
-        if (kv->call.store_failed) break;
-    }
-    tkvi_trim(&kv->pool);
-    if (done) *done = n;
-    if (kv->call.store_failed)
-        return tkvi_fail(kv, TKV_ERR_IO, "cfg.offload.write failed; the number of blocks offloaded is", n,
-                         "");
-    return tkvi_ok(kv);
-}
-
-/* Gets memory for one more block of this layout. It recodes, offloads and evicts nothing for that: a full budget
- * gives TKV_ERR_BUDGET. */
-static tkv_status tkvi_promote_ready(tkv_cache *kv, int layout) {
-    tkvi_request request = tkvi_no_request();
-    request.fixed.slots[kv->tables.layout[layout].size_class] = 1; /* the block has its entry already */
-    if (tkvi_has_budget(kv) && tkvi_bytes_for(kv, &request) > kv->tables.cfg.budget.bytes)
-        return tkvi_fail(kv, TKV_ERR_BUDGET, "the budget has no room for a block in a better format", 0,
-                         NULL);
-    if (tkvi_provide_request(kv, &request)) return TKV_OK;
-    return tkvi_refuse_no_memory(kv, "no memory for a block in a better format", 0, NULL);
-}
-
-/* Fetches all pieces of an offloaded block, or of its exact copy, into `to`, a slot of layout `layout`. */
-static TKVI_NOINLINE tkv_status tkvi_fetch_block(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
-                                                 int layout, uint8_t *to) {
-    const tkvi_layout *c = &kv->tables.layout[layout];
-    tkvi_fetch_buffer room;
-    int i;
-    tkvi_empty_buffer(&room, TKV_NO_SEQ, TKV_ALL_LAYERS); /* stored blocks need neither */
-    memset(to, 0, c->bytes.total);
-    for (i = 0; i < 2 * c->n_kv_heads; i++) {
-        const tkvi_record *r = &c->record[i / 2];
-        const uint8_t *bytes;
-        const tkv_status st = tkvi_read_piece(kv, id, what, i / 2, (tkv_side)(i % 2), &room, &bytes);
-        if (st) return st;
-        memcpy(to + r->at + (i % 2 ? r->v_at : 0), bytes, i % 2 ? r->v.bytes : r->k.bytes);
-    }
-    return TKV_OK;
-}
-
-/* Which stored bytes would improve the block: TKVI_COPY (its exact copy) or TKVI_ITSELF (the offloaded block).
- * -1: none, or other lists hold the block too. */
-static int tkvi_better_source(const tkvi_block *b) {
-    if (!TKVI_HAS_OFFLOAD || b->refs > 1) return -1;
-    if (b->copy_layout && (b->copy_layout - 1 != b->layout || tkvi_is_discarded(b))) return TKVI_COPY;
-    return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
-}
-
-/* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
-static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
-    tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const uint32_t number = kv->pool.entry[id].block;
-    tkvi_block *b = &kv->pool.block[number];
-    const int what = tkvi_better_source(b);
-    tkv_status st;
-    uint32_t page, old_page;
-    int layout, slot, old_slot;
-    if (!TKVI_HAS_OFFLOAD || what < 0)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of the block at position", position,
-                         " (cfg.offload.keep_exact keeps it)");
-    layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
-    st = tkvi_promote_ready(kv, layout);
-    if (st) return st;
-    tkvi_take_slot(&kv->pool, kv->tables.layout[layout].size_class, number, &page, &slot);
-    st = tkvi_fetch_block(kv, id, (tkvi_stored_as)what, layout, tkvi_slot_bytes(&kv->pool, page, slot));
-    if (st) {
-        tkvi_give_slot(&kv->pool, page, slot);
-        tkvi_trim(&kv->pool);
-        return tkvi_fail(kv, st,
-                         st == TKV_ERR_IO
-                             ? "cfg.offload.read failed for the block at position"
-                             : "cfg.offload.read returned damaged bytes of the block at position",
-                         position, "; it stays as it is");
-    }
-    old_page = b->page;
-    old_slot = b->slot;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
-    b->page = page;
-    b->slot = (uint16_t)slot;
-    b->layout = (uint16_t)layout;
-    if (what == TKVI_COPY) b->previous_layout = 0;
-    if (!(old_page & TKVI_OFFLOADED)) tkvi_give_slot(&kv->pool, old_page, old_slot);
-    tkvi_search_again(list, i);
-    tkvi_record_move(kv, id, list->len);
-    kv->counts.promoted++;
-    tkvi_trim(&kv->pool);
-    return tkvi_ok(kv);
-}
-
-TKV_API tkv_status tkv_promote(tkv_cache *kv, int seq, int layer, int position) {
-    const tkvi_list *list;
-    int i, place;
-    if (!TKVI_HAS_OFFLOAD) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    list = tkvi_list_of(kv, seq, layer);
-    if (position < 0 || position >= list->len)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "no token is held with index", position, "");
-    i = tkvi_block_at(kv, list, tkvi_ids(kv, seq, layer), position);
-    place = i < 0 ? -1 : tkvi_place_in(kv, list, tkvi_ids(kv, seq, layer), i, position);
-    if (place < 0 || !(tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer), i) >> place & 1))
-        return tkvi_fail(kv, TKV_ERR_RANGE, "evicted or expired: the token with index", position, "");
-    return tkvi_promote_block(kv, seq, layer, i, position);
-}
-
-#endif /* TKVI_STEP_PROMOTE_H */
 /* ======== step/recompute.h ======== */
 /*
  * step/recompute.h - discards blocks (reclaim/discard.h) when the caller or tkv_decide_discard says so. Stores their
@@ -38450,273 +39021,6 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
 }
 
 #endif /* TKVI_STEP_RECOMPUTE_H */
-/* ======== step/ranking.h ======== */
-/*
- * step/ranking.h - importance of the tokens of a cache. rules/importance.h computes it from the attention scores
- * that attention collected (reclaim/scores.h). A caller can read it, add attention scores of its own, and ask for
- * the k most important tokens.
- */
-#ifndef TKVI_STEP_RANKING_H
-#define TKVI_STEP_RANKING_H
-
-
-/* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
-typedef struct tkvi_ranking {
-    tkv_cache *kv;
-    const tkvi_list *list;
-    const uint32_t *ids;
-    int newest;
-} tkvi_ranking;
-
-/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
-static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0) return TKV_ERR_ARG;
-    r->kv = kv;
-    r->list = tkvi_list_of(kv, seq, layer);
-    r->ids = tkvi_ids(kv, seq, layer);
-    /* recency depends on age alone and needs no scores */
-    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
-        return TKV_ERR_CONFIG;
-    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
-    return TKV_OK;
-}
-
-/* Positions and importance of the live tokens of block i; returns their number (at most 64). */
-static int tkvi_ranking_block(const tkvi_ranking *r, int i, int *position, float *out) {
-    const int slots = tkvi_block_tokens(r->kv, r->list, r->ids, i);
-    const uint64_t there = tkvi_live_mask(&r->kv->pool.entry[r->ids[i]], slots);
-    float a[TKVI_BLOCK];
-    int t, n = 0;
-    tkvi_decay_to_now(r->kv, r->ids[i], r->list->len, r->newest, a);
-    for (t = 0; t < slots; t++) {
-        if (!(there >> t & 1)) continue;
-        position[n] = tkvi_slot_index(r->kv, r->ids[i], t);
-        out[n++] = a[t];
-    }
-    tkvi_importance_of_block(r->kv, position, out, n, r->list->len);
-    return n;
-}
-
-TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int start, int n, float *out,
-                                      uint64_t *missing) {
-    tkvi_ranking r;
-    tkv_status st;
-    int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st) return st;
-    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
-    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
-    for (i = 0; i < n; i++) out[i] = 0.0f;
-    for (i = 0; i < n && missing; i++) {
-        if (i % 64 == 0) missing[i / 64] = 0;
-        tkvi_mark(missing, i);
-    }
-    for (i = 0; i < r.list->n; i++) {
-        float x[TKVI_BLOCK];
-        int position[TKVI_BLOCK], found;
-        if (tkvi_block_index_end(kv, r.list, r.ids, i) <= start) continue;
-        if (tkvi_block_start(kv, r.ids, i) - start >= n) break;
-        found = tkvi_ranking_block(&r, i, position, x);
-        for (t = 0; t < found; t++) {
-            const int at = position[t] - start;
-            if (at < 0 || at >= n) continue;
-            out[at] = x[t];
-            if (missing) missing[at >> 6] &= ~((uint64_t)1 << (at & 63));
-        }
-    }
-    return TKV_OK;
-}
-
-TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, int n, const float *scores) {
-    tkvi_ranking r;
-    tkv_status st;
-    float low;
-    int i, t;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st == TKV_ERR_ARG)
-        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->token_scores.mode)
-        return tkvi_fail(
-            kv, TKV_ERR_CONFIG,
-            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
-            "policy that counts attention",
-            0, NULL);
-    if (n < 0 || (n > 0 && !scores))
-        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
-    if (start < 0 || start > r.list->len || n > r.list->len - start)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
-    for (i = 0; i < n; i++)
-        if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
-            return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
-                             " is not");
-    low = tkvi_or(kv->token_scores.importance.low, 1.0f / (float)tkvi_max(1, n));
-    for (i = 0; i < r.list->n; i++) {
-        const int slots = tkvi_block_tokens(kv, r.list, r.ids, i);
-        const uint64_t there = tkvi_live_mask(&kv->pool.entry[r.ids[i]], slots);
-        float s[TKVI_BLOCK], p[TKVI_BLOCK], said[TKVI_BLOCK];
-        memset(said, 0, sizeof said);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int at = t < slots && (there >> t & 1) ? tkvi_slot_index(kv, r.ids[i], t) - start : -1;
-            s[t] = at >= 0 && at < n ? 0.0f : TKVI_HIDDEN;
-            p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
-        }
-        kv->token_scores.mode->say(s, p, low, said);
-        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
-    }
-    return tkvi_ok(kv);
-}
-
-/* Is a worse than b: less important, or equally important and younger? */
-static int tkvi_worse(const tkv_ranked *a, const tkv_ranked *b) {
-    return a->importance < b->importance || (!(b->importance < a->importance) && a->position > b->position);
-}
-
-TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k, int protect, tkv_ranked *out,
-                                       int *count) {
-    tkvi_ranking r;
-    tkv_evict_config evict;
-    tkv_status st;
-    int i, t, low, high, found = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st) return st;
-    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
-    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
-    low = protect ? evict.sink_tokens : 0;
-    high = protect ? r.list->len - evict.recent_tokens : r.list->len;
-    for (i = r.list->n; i-- > 0;) { /* newest first: with recency, few then move up past earlier ones */
-        float x[TKVI_BLOCK];
-        int position[TKVI_BLOCK], n = tkvi_ranking_block(&r, i, position, x);
-        for (t = n; t-- > 0;) {
-            tkv_ranked token;
-            int from = 0, to = found;
-            token.position = position[t];
-            token.importance = x[t];
-            if (position[t] < low || position[t] >= high) continue;
-            if (found == k && (k == 0 || tkvi_worse(&token, &out[k - 1]))) continue;
-            while (from < to) { /* binary search for the first worse entry */
-                const int mid = from + (to - from) / 2;
-                if (tkvi_worse(&token, &out[mid])) from = mid + 1;
-                else to = mid;
-            }
-            if (found < k) found++;
-            memmove(out + from + 1, out + from, (size_t)(found - 1 - from) * sizeof *out);
-            out[from] = token;
-        }
-    }
-    *count = found;
-    return TKV_OK;
-}
-
-#endif /* TKVI_STEP_RANKING_H */
-/* ======== step/promotion.h ======== */
-/*
- * step/promotion.h - importance and promotion in one call: finds the blocks of a layer that matter enough to come
- * back, and brings them back. Threshold, limit per step and cool-down: rules/importance.h.
- *
- *     block     exact   coded + copy   offloaded   coded   discarded
- *     source      -     the copy       itself      none    the caller's model, or a copy
- */
-#ifndef TKVI_STEP_PROMOTION_H
-#define TKVI_STEP_PROMOTION_H
-
-
-/* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
-static int tkvi_block_matters(const tkvi_ranking *r, int i, float *score) {
-    float x[TKVI_BLOCK];
-    int position[TKVI_BLOCK], t, n = tkvi_ranking_block(r, i, position, x);
-    for (t = 0; t < n; t++) *score = t == 0 || x[t] > *score ? x[t] : *score;
-    return n > 0;
-}
-
-/* Offers the blocks behind the sinks that are not exact in RAM as candidates for promotion. */
-static void tkvi_offer_blocks(const tkvi_ranking *r, int layer, const tkv_promotion *p,
-                              tkvi_promoting *best) {
-    int i;
-    for (i = r->list->sinks; i < r->list->n; i++) {
-        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
-        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
-        float score = 0.0f;
-        if (!tkvi_is_offloaded(b) && tkvi_is_hot_layout(r->kv, layer, b->layout)) continue;
-        if (!tkvi_block_matters(r, i, &score)) continue;
-        /* After a cut, moved_at can lie behind the end of the list. */
-        tkvi_promoting_offer(best, (int)r->ids[i], score,
-                             tkvi_better_source(b) >= 0 || (p->compute && tkvi_is_discarded(b)),
-                             moved ? tkvi_min(moved - 1, best->now) : TKV_NEVER);
-    }
-}
-
-/* The index of a block in its list; -1: the list does not hold it any more. */
-static int tkvi_place_of_block(const tkvi_ranking *r, uint32_t id) {
-    int i;
-    for (i = 0; i < r->list->n; i++)
-        if (r->ids[i] == id) return i;
-    return -1;
-}
-
-/* Promotes the candidates in order until one fails; *done counts the promoted blocks. Discarded blocks come back by
- * one tkv_seq_recompute. Under a budget, making room for them may recode, offload, discard or evict other blocks. */
-static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int layer, const tkv_promotion *p,
-                                          const tkvi_promoting *best, int *done) {
-    tkv_cache *kv = r->kv;
-    tkv_status st = TKV_OK;
-    int j, i, asked = 0;
-    for (j = 0; j < best->found && !st; j++) {
-        const uint32_t id = (uint32_t)best->out[j];
-        if ((i = tkvi_place_of_block(r, id)) < 0) continue;
-        if (tkvi_better_source(tkvi_block_of(kv, id)) >= 0) {
-            st = tkvi_promote_block(kv, seq, layer, i, tkvi_block_start(kv, r->ids, i));
-            *done += !st;
-            continue;
-        }
-        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
-            st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
-                                   p->user, NULL);
-        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
-        tkvi_record_move(kv, id, r->list->len);
-        ++*done;
-    }
-    return st;
-}
-
-TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {
-    tkvi_ranking r;
-    tkvi_promoting best;
-    tkv_status st;
-    int done = 0;
-    if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!TKVI_HAS_BLOCKS_OUTSIDE_RAM) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves this out");
-    if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
-    if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
-    if (!p || p->by.used < 0 || !p->compute != !p->remat)
-        return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
-                         NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
-    if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
-    if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
-        return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
-                         p->by.cfg.per_step, "");
-    p->promoted = p->waiting = p->no_source = 0;
-    if (kv->pool.token_meta) tkvi_offer_blocks(&r, layer, p, &best);
-    st = tkvi_promote_candidates(&r, seq, layer, p, &best, &done);
-    tkvi_promoting_end(&best, &p->by, done);
-    p->promoted = done;
-    p->waiting = best.waiting + best.found - done;
-    p->no_source = best.no_source;
-    if (st) return st;
-    if (p->no_source && !p->promoted && !p->waiting)
-        return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "no better source is kept of important blocks:", p->no_source,
-                         " (cfg.offload.keep_exact keeps it)");
-    return tkvi_ok(kv);
-}
-
-#endif /* TKVI_STEP_PROMOTION_H */
 /* ======== report/info.h ======== */
 /*
  * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_get_memory). tkv_estimate_memory
@@ -39254,7 +39558,7 @@ static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int
     int level;
     memset(&not_in_ram, 0, sizeof not_in_ram);
     not_in_ram.young = young;
-    for (level = young ? h->cfg.budget.pressure.max_level : h->cfg.budget.pressure.min_level;; level++) {
+    for (level = young ? h->cfg.budget.pressure.max_level : h->first_level;; level++) {
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;
@@ -39914,7 +40218,7 @@ typedef struct tkvi_fields { /* rows of one struct */
     int n_rows;
 } tkvi_fields;
 
-#define TKVI_MAX_FIELDS 10
+#define TKVI_MAX_FIELDS 11
 #define TKVI_SEEN_BYTES 12288 /* a bit per field: 23 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
@@ -40374,10 +40678,12 @@ static const tkvi_row tkvi_later_rows[] = {
     TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.target, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_config, budget.bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, budget.n_levels, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, tiers.n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, budget.discard, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, budget.adapt, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -40420,6 +40726,7 @@ static const tkvi_row tkvi_level_rows[] = {
     TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, from_tokens, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_pressure_rows[] = {
@@ -40457,6 +40764,13 @@ static const tkvi_row tkvi_importance_rows[] = {
     TKVI_ROW(tkv_importance_config, sample_every, TKVI_INT, NULL),
 };
 
+static const tkvi_row tkvi_promotion_rows[] = {
+    TKVI_ROW(tkv_promotion_config, threshold, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_promotion_config, per_step, TKVI_INT, NULL),
+    TKVI_ROW(tkv_promotion_config, cooldown, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_promotion_config, every, TKVI_INT, NULL),
+};
+
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
 /* tkvi_parser.seen has a bit for each field: check at compile time that it is large enough. */
@@ -40472,6 +40786,7 @@ enum {
     TKVI_OF_EVICT,
     TKVI_OF_OFFLOAD,
     TKVI_OF_IMPORTANCE,
+    TKVI_OF_PROMOTION,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
     TKVI_CONFIG_FIELDS
@@ -40486,6 +40801,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
     {"offload", 0, offsetof(tkv_config, offload), 0, TKVI_ROWS_OF(tkvi_offload_rows)},
     {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_rows)},
+    {"promotion", 0, offsetof(tkv_config, promotion), 0, TKVI_ROWS_OF(tkvi_promotion_rows)},
     {"budget.ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
@@ -40941,9 +41257,11 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
         if (!r.highest[a->group]) continue;
         r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
         memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
-        memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
+    for (i = 0; i < TKVI_ARRAYS; i++) /* after a preset, which can have a ladder of its own */
+        if (r.highest[tkvi_arrays[i].group])
+            memcpy((char *)&full + tkvi_arrays[i].at, &r.base[tkvi_arrays[i].group], sizeof(void *));
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
     if (!st) *cfg = full;
     return st;

@@ -7,7 +7,7 @@
  *
  *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (the target in thousandths)
  *
- * The levels keep 32 hot and no warm tokens. Their archives are A40/R40, A30/R30, A25/R20 and A20/R15. The caches are
+ * The levels are those of cfg.budget.adapt, with 32 hot and no warm tokens. Their archives are A40/R40, A30/R30, A25/R20 and A20/R15. The caches are
  * emptied before each window, so the levels of that time code all of it. Positions below --from are not scored,
  * because few tokens are coded there. The program prints one line for each change of the plan and for each window.
  */
@@ -20,11 +20,6 @@
 #include "bench.h"
 
 #define PIECE TKV_BLOCK_TOKENS
-
-static const tkv_level ladder[] = {{32, TKV_OFF, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
-                                   {32, TKV_OFF, {TKV_A30, TKV_R30}, {TKV_A30, TKV_R30}},
-                                   {32, TKV_OFF, {TKV_A25, TKV_R20}, {TKV_A25, TKV_R20}},
-                                   {32, TKV_OFF, {TKV_A20, TKV_R15}, {TKV_A20, TKV_R15}}};
 
 static double loss_of(const float *logits, int vocab, int token) { /* nats */
     double top = (double)logits[0], sum = 0.0;
@@ -84,8 +79,9 @@ int main(int argc, char **argv) {
     llama_kv_config(&m, &cfg);
     tkv_config exact = cfg;
     exact.tiers.hot_tokens = TKV_UNLIMITED;
-    cfg.budget.ladder = ladder;
-    cfg.budget.n_levels = sizeof ladder / sizeof *ladder;
+    cfg.tiers.hot_tokens = 32;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    cfg.budget.adapt = 1;
     tkv_cache *kv;
     bench_must(tkv_create(&cfg, &kv), "tkv_create");
     tkv_cache *ref;

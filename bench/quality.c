@@ -238,6 +238,52 @@ static const char *parse_budget(const char *text, plan *p) {
     return NULL;
 }
 
+/* >>the exact copies of blocks, for the word promote=: outside the bytes that are counted */
+typedef struct memory_store {
+    unsigned char **bytes; /* [n] by key */
+    size_t *sizes, n;
+} memory_store;
+
+static int memory_store_write(void *user, uint32_t key, size_t offset, const void *bytes, size_t size) {
+    memory_store *s = (memory_store *)user;
+    if (key >= s->n) {
+        const size_t n = 2 * (size_t)key + 64;
+        s->bytes = (unsigned char **)realloc(s->bytes, n * sizeof *s->bytes);
+        s->sizes = (size_t *)realloc(s->sizes, n * sizeof *s->sizes);
+        if (!s->bytes || !s->sizes) exit(1);
+        memset(s->bytes + s->n, 0, (n - s->n) * sizeof *s->bytes);
+        memset(s->sizes + s->n, 0, (n - s->n) * sizeof *s->sizes);
+        s->n = n;
+    }
+    if (offset + size > s->sizes[key]) {
+        s->bytes[key] = (unsigned char *)realloc(s->bytes[key], offset + size);
+        if (!s->bytes[key]) exit(1);
+        s->sizes[key] = offset + size;
+    }
+    memcpy(s->bytes[key] + offset, bytes, size);
+    return 0;
+}
+
+static int memory_store_read(void *user, uint32_t key, size_t offset, void *bytes, size_t size) {
+    const memory_store *s = (const memory_store *)user;
+    if (key >= s->n || offset + size > s->sizes[key]) return 1;
+    memcpy(bytes, s->bytes[key] + offset, size);
+    return 0;
+}
+
+static void memory_store_attach(memory_store *s, tkv_config *cfg) {
+    cfg->offload.write = memory_store_write;
+    cfg->offload.read = memory_store_read;
+    cfg->offload.user = s;
+    cfg->offload.keep_exact = 1;
+}
+
+static void memory_store_free(memory_store *s) {
+    for (size_t i = 0; s && i < s->n; i++) free(s->bytes[i]);
+    if (s) free(s->bytes), free(s->sizes);
+    free(s);
+}
+
 /* Parses a plan. Returns NULL, or a text about the error. */
 static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     static char reason[200];
@@ -275,6 +321,7 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
     }
     if (wrong) return wrong;
     if (p->tables && !calibrate_changes(&p->cfg)) return "none of its formats has tables";
+    if (p->cfg.promotion.every) memory_store_attach(NULL, &p->cfg);
     llama_kv_config(m, &p->cfg);
     if (plan_too_far(&p->cfg)) return plan_too_far(&p->cfg);
     return tkv_validate_config(&p->cfg, reason, sizeof reason) == TKV_OK ? NULL : reason;
@@ -616,6 +663,7 @@ static void score(result *r, const window *w, int pos, const float *exact, const
 typedef struct subject {
     const plan *p;
     tkv_cache *kv;
+    memory_store *store; /* NULL: none */
     rival *r;
     int n; /* tokens read */
 } subject;
@@ -640,6 +688,11 @@ static subject subject_create(const plan *p, int max_tokens) {
             llama_align_layers(&cfg, layers);
             cfg.layers = layers;
         }
+        if (cfg.promotion.every) {
+            s.store = (memory_store *)bench_alloc(sizeof *s.store);
+            memset(s.store, 0, sizeof *s.store);
+            memory_store_attach(s.store, &cfg);
+        }
         tkv_create(&cfg, &s.kv);
         free(layers);
     }
@@ -651,6 +704,7 @@ static subject subject_create(const plan *p, int max_tokens) {
 
 static void subject_destroy(subject *s) {
     tkv_destroy(s->kv);
+    memory_store_free(s->store);
     rival_destroy(s->r);
 }
 

@@ -35,6 +35,13 @@
     "  evict HOW:N        evicts tokens, so that each layer keeps N: sliding, h2o, snapkv, pyramidkv,\n"     \
     "                     tova, knorm, keydiff, scissorhands, fifo, random, scores (tkv_evict_policy)\n"     \
     "  anchors N          tokens of a layer with most attention stay exact (none)\n"                         \
+    "  adapt 1            a ladder around the plan, for target (cfg.budget.adapt)\n"                         \
+    "  meter N            KV heads that the quality meter watches (none)\n"                                  \
+    "  copies N           coded tokens that it keeps exact for each of them (2048)\n"                        \
+    "  meter_every N      positions per measurement of a head\n"                                             \
+    "  target N           least score of the meter in ten thousandths, which the level follows (none)\n"     \
+    "  promote N:SCORE    once in N tokens brings blocks of this importance or more back (cfg.promotion)\n"  \
+    "  importance HOW     how scores add up: hybrid, accumulation, heavy_hitter, recency, persistence\n"     \
     "  every N            samples one query in N for the attention scores of tokens\n"                       \
     "FORMAT is one format for K and V, or two, as in kivi2/kivi4.\n"
 
@@ -165,12 +172,16 @@ static inline int *plan_number(
     if (strcmp(word, "precise") == 0) return &cfg->host.precise;
     if (strcmp(word, "every") == 0) return &cfg->importance.sample_every;
     if (strcmp(word, "anchors") == 0) return &cfg->tiers.n_anchors;
+    if (strcmp(word, "adapt") == 0) return &cfg->budget.adapt;
+    if (strcmp(word, "meter") == 0) return &cfg->meter.heads;
+    if (strcmp(word, "copies") == 0) return &cfg->meter.tokens;
+    if (strcmp(word, "meter_every") == 0) return &cfg->meter.every;
     return NULL;
 }
 
 static inline int plan_knows(const char *word) {
-    static const char *const words[] = {"preset", "sinks", "hot",    "warm",    "archive",
-                                        "layers", "fit",   "rotate", "kvquant", "evict"};
+    static const char *const words[] = {"preset", "sinks",  "hot",     "warm",  "archive", "layers",
+                                        "fit",    "rotate", "kvquant", "evict", "target",  "promote"};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         if (strcmp(word, words[i]) == 0) return 1;
     tkv_config cfg;
@@ -188,6 +199,24 @@ static inline const char *plan_word(tkv_config *cfg, const char *word, const cha
     if (strcmp(word, "archive") == 0) return plan_tier(value, NULL, &cfg->tiers.archive);
     if (strcmp(word, "layers") == 0) return plan_layers(cfg, value);
     if (strcmp(word, "evict") == 0) return plan_evict(cfg, value);
+    if (strcmp(word, "promote") == 0) {
+        const size_t n = strcspn(value, ":");
+        if (!plan_count(value, n, &cfg->promotion.every) || !value[n]) return "it must be N:SCORE, as 64:2.5";
+        cfg->promotion.threshold = (float)atof(value + n + 1);
+        return NULL;
+    }
+    if (strcmp(word, "importance") == 0) {
+        int strategy;
+        if (tkv_find_name(TKV_NAME_IMPORTANCE, value, &strategy) != TKV_OK) return "unknown strategy";
+        cfg->importance.strategy = (tkv_importance_strategy)strategy;
+        return NULL;
+    }
+    if (strcmp(word, "target") == 0) {
+        int target;
+        if (!plan_count(value, strlen(value), &target)) return "it must be a number";
+        cfg->meter.target = (float)target / 10000.0f;
+        return NULL;
+    }
     if (strcmp(word, "sinks") == 0)
         return plan_tokens(value, strlen(value), &cfg->tiers.sink_tokens) ? NULL
                                                                           : "it must be a number or none";

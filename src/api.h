@@ -250,6 +250,11 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
 typedef struct tkv_level {
     int hot_tokens, warm_tokens;
     tkv_format_pair warm, archive;
+    /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
+     * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
+     * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+    int from_tokens;
 } tkv_level;
 
 /* Named settings of the pressure controller. */
@@ -300,6 +305,19 @@ typedef struct tkv_importance_config { /* zero takes the strategy's value */
     tkv_importance_heads heads;
     int sample_every; /* a cache samples one query in this many; 0: one in 32, if the policy needs it */
 } tkv_importance_config;
+/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
+ * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
+#define TKV_MAX_PROMOTIONS 64
+typedef struct tkv_promotion_config { /* zero means default */
+    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
+    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
+    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
+    /* cfg.promotion: an append promotes by itself, once in this many tokens of a layer; 0: only tkv_promote_important
+     * does. It needs offload.write, for example with offload.keep_exact, and importance.sample_every. The limit
+     * per_step is that of a layer. An exact block whose importance fell below half of the threshold is coded again.
+     * It waits while memory is reserved or, under a budget, short. Not in place without a budget */
+    int every;
+} tkv_promotion_config;
 /* Eviction policies: which tokens go first. Numbers in parentheses are arXiv papers. */
 typedef enum tkv_evict_policy {
     TKV_EVICT_NONE = 0,  /* "none": evicts no token; selecting victims fails with TKV_ERR_BUDGET */
@@ -493,12 +511,20 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
+    /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
+     * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+    int adapt;
 } tkv_budget_config;
 
 typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int heads;                    /* KV heads that it watches, at most 64; 0: no meter. 4 is a good start */
     int tokens; /* coded tokens per watched head that it also keeps exact, at least 128; 0: 2048 */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
+    /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
+     * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
+     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+    float target;
 } tkv_meter_config;
 
 typedef struct tkv_host_config { /* the program around the cache */
@@ -526,6 +552,7 @@ typedef struct tkv_config {
     tkv_budget_config budget;
     tkv_evict_config evict; /* policy 0: the cache evicts no tokens */
     tkv_importance_config importance;
+    tkv_promotion_config promotion; /* every 0: appends promote nothing */
     tkv_offload_config offload;     /* store for blocks when the budget is full; zero: none */
     tkv_recompute_config recompute; /* model for blocks discarded when the budget is full; zero: none */
     tkv_meter_config meter;
@@ -559,8 +586,12 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- * KVQUANT keys ("kvquant-3", "by-context", "adr", "extreme_context") need cfg.model.rope, or TKV_KVQUANT_POST_ROPE in
- * cfg.format.kvquant; else tkv_validate_config fails.
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
+ * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
+ * TKV_NO_METER leaves them out.
+ * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
+ * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -1160,7 +1191,7 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
  * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
- * fewer if no block has the oldest one any more.
+ * fewer if no block has the oldest one any more. Without a budget it counts all blocks at the first level.
  *
  * Under a budget, the forecast takes the first case that fits:
  *   1. a level of the ladder;
@@ -1507,14 +1538,6 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       tkv_remat_block *blocks, tkv_remat_action *actions, int capacity,
                                       size_t *freed);
 
-/* Promotion selects tokens (or blocks) for a more precise tier. Only those with a better source can be promoted: an
- * exact copy, an offloaded block, or recomputation. Decoding cannot restore lost precision. */
-#define TKV_MAX_PROMOTIONS 64
-typedef struct tkv_promotion_config { /* zero means default */
-    float threshold;                  /* least importance to promote; 0: .05; TKV_ZERO: 0 */
-    int per_step;                     /* most promotions per step, at most 64; 0: 8 */
-    int cooldown;                     /* least steps between two moves; 0: 4; TKV_OFF: none */
-} tkv_promotion_config;
 typedef struct tkv_promotion_state { /* fill with zeros, then set cfg */
     tkv_promotion_config cfg;
     int step, used;                        /* step of the last call; promotions at that step */
@@ -1771,8 +1794,9 @@ TKV_API tkv_status tkv_get_advice(tkv_feedback *f, int hot_tokens, int level, tk
  * Errors: TKV_ERR_ARG. Cost: a few microseconds. */
 TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info *out);
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
- * cfg.budget.ladder within cfg.budget.pressure, for later tokens. Under a budget, memory decides the level, so
- * only hot_tokens change. *out (may be NULL) receives the change made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
+ * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
+ * made. Counts as a write. Errors: TKV_ERR_ARG. */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted

@@ -99,7 +99,7 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback and threshold store
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -375,6 +375,10 @@
  *   extreme                       1.81   .0109                    +1.2 %
  *   archive and warm KIVI4        4.50   .0042                    +0.6 %
  *   warm KIVI4, archive KIVI2     2.50   .168                     +16.8 %
+ *
+ *   A plan can follow the length. Preset "growing" is "quality" while the longest sequence has less than 2,048
+ *   tokens, then "balanced", and from 8,192 on "compact": tokens that age get the format of today's length. It needs
+ *   no max_tokens. A ladder of your own does the same: set from_tokens of its levels (cfg.budget.ladder).
  *
  *   On nine texts (six languages, C, Python), balanced has .55 times the divergence of KIVI4 in the mean. Larger
  *   models and texts above 8,192 tokens were not tested.
@@ -744,7 +748,8 @@
  *
  *   Promote. tkv_promote brings a block back to a better form: an offloaded one into RAM, a coded one to exact if
  *   cfg.offload.keep_exact kept its exact bytes. tkv_promote_important does so for the most important blocks, a few
- *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE.
+ *   at each step. Decoding restores nothing: without a better source the status is TKV_ERR_NO_SOURCE. With
+ *   cfg.promotion.every appends do so by themselves, and code a block again when it matters no longer.
  *
  *
  * 10. QUALITY
@@ -794,7 +799,9 @@
  *   Feedback. A score is 0 to 1, and 1 means no loss. tkv_compute_score makes one from the meter, from perplexities
  *   or from a task's accuracy. tkv_observe_score hands it to a controller of yours. tkv_adapt_plan asks the
  *   controller for advice on hot tokens and level, and follows it. Reset the meter between scores, every few hundred
- *   tokens. A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
+ *   tokens. cfg.budget.adapt = 1 gives the cache levels around its plan, without a ladder of yours. With
+ *   cfg.meter.target = .99 an append does all of this itself: the level follows the cache's own meter.
+ *   A small model needs a smaller cfg.meter.every for enough samples. In 1,636 simulated drifts, quality
  *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of

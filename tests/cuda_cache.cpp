@@ -721,7 +721,7 @@ TEST(unsupported_configs) {
         int status;
         tkv_config cfg;
     } bad[13];
-    const tkv_level ladder = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}};
+    const tkv_level ladder = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0};
     tkvcu_config config = {NULL, 0, 0, 0};
     size_t a = 0, b = 0, a2 = 0, b2 = 0;
     char reason[160];

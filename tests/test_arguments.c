@@ -301,7 +301,7 @@ static void try_configs(rig *r) {
         int n; /* values are below n */
     } kinds[] = {{TKV_NAME_FORMAT, TKV_FORMAT_COUNT},
                  {TKV_NAME_ISA, TKV_ISA_COUNT},
-                 {TKV_NAME_PRESET, 22},
+                 {TKV_NAME_PRESET, 24},
                  {TKV_NAME_EVICT_POLICY, TKV_EVICT_COUNT},
                  {TKV_NAME_IMPORTANCE, TKV_IMPORTANCE_COUNT},
                  {TKV_NAME_PROFILE, TKV_PROFILE_COUNT}};

@@ -301,8 +301,8 @@ TEST(plans_change_during_reservations) {
     for (variant = 0; variant < 3; variant++) {
         tkv_config cfg = small_config(variant == 2 ? 4000 * 1000 : 0);
         tkv_cache *kv;
-        static const tkv_level two_levels[] = {{2000, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-                                               {1, 64, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
+        static const tkv_level two_levels[] = {{2000, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+                                               {1, 64, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}};
         cfg.tiers.hot_tokens = variant == 2 ? 64 : 2000;
         cfg.tiers.warm_tokens = 64;
         cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
@@ -422,9 +422,10 @@ TEST(profiles_and_ladders) {
         {TKV_UNLIMITED,
          0,
          {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-         {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}},
-        {32, TKV_UNLIMITED, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_FP8_E4M3, TKV_FP8_E4M3}},
-        {32, 64, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI2, TKV_KIVI2}}};
+         {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+         0},
+        {32, TKV_UNLIMITED, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_FP8_E4M3, TKV_FP8_E4M3}, 0},
+        {32, 64, {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI2, TKV_KIVI2}, 0}};
     tkv_config cfg = small_config(900 * 1000);
     tkv_layer_config layers[LAYERS];
     tkv_cache *kv;
@@ -466,6 +467,135 @@ TEST(profiles_and_ladders) {
     CHECK(budget_of(kv).recoded[1] > 0);
     CHECK_LE(budget_of(kv).pending, 3); /* above its threshold of a half, nearly all old blocks are coded */
     tkv_destroy(kv);
+}
+
+/* >>levels by length */
+static const tkv_level levels_by_length[] = {{0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+                                             {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, 600},
+                                             {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI2, TKV_KIVI2}, 1200}};
+
+static tkv_config length_config(void) {
+    tkv_config cfg = small_config(0);
+    cfg.budget.ladder = levels_by_length;
+    cfg.budget.n_levels = COUNT(levels_by_length);
+    cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 64;
+    return cfg;
+}
+
+/* The archive's bytes per token and layer, which show the formats of its blocks. */
+static double archive_bytes(const tkv_cache *kv) {
+    tkv_memory_info m;
+    CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+    return (double)(m.tier[TKV_TIER_ARCHIVE].codes + m.tier[TKV_TIER_ARCHIVE].metadata) /
+           (double)m.tier[TKV_TIER_ARCHIVE].tokens;
+}
+
+/* Tokens that age get the format of today's length, in all layers alike. Stored ones keep their bytes. */
+TEST(the_level_follows_the_longest_sequence) {
+    enum { OLD = 128 };
+    static float before[OLD * ROW];
+    tkv_config cfg = length_config();
+    tkv_cache *kv;
+    double bytes[3];
+    int t, l, level;
+    reset_models();
+    kv = create_cache(&cfg);
+    for (t = 1; t <= 1400; t++) {
+        for (l = 0; l < LAYERS; l++) {
+            CHECK_EQ(append_tokens(kv, 0, l, 1), TKV_OK);
+            CHECK_EQ(budget_of(kv).level, t < 600 ? 0 : t < 1200 ? 1 : 2);
+        }
+        if (t == 599)
+            for (l = 0; l < 1; l++) CHECK_EQ(tkv_read(kv, 0, 2, 64, OLD, before, NULL), TKV_OK);
+        if (t == 598 || t == 1198 || t == 1400) bytes[t / 600] = archive_bytes(kv);
+    }
+    CHECK_EQ(tkv_read(kv, 0, 2, 64, OLD, k_out, NULL), TKV_OK);
+    CHECK_MEM(k_out, before, sizeof before);
+    CHECK(bytes[0] > 1.1 * bytes[1] && bytes[1] > bytes[2]);
+    (void)check_all_reads(kv);
+    check_cache(kv);
+    /* a second sequence does not lower the level; the first append after a cut does */
+    CHECK_EQ(append_to_all_layers(kv, 1, 100), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 2);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    reset_model(0);
+    CHECK_EQ(budget_of(kv).level, 2);
+    for (level = 0; level < 2; level++) {
+        for (l = 0; l < LAYERS; l++) CHECK_EQ(append_tokens(kv, 1, l, 100), TKV_OK);
+        CHECK_EQ(budget_of(kv).level, level ? 1 : 0);
+        /* the caller's level holds until the next length */
+        CHECK_EQ(tkv_set_level(kv, level ? 0 : 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 100), TKV_OK);
+        CHECK_EQ(budget_of(kv).level, level ? 0 : 1);
+        while (!level && model[1][0].len < 500) CHECK_EQ(append_to_all_layers(kv, 1, 20), TKV_OK);
+    }
+    (void)check_all_reads(kv);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* What was reserved was counted for the plan of that time. The level waits until it is used. */
+TEST(a_level_by_length_waits_for_reservations) {
+    tkv_config cfg = length_config();
+    counting_allocator p;
+    tkv_cache *kv;
+    int t;
+    int requests;
+    reset_models();
+    cfg.host.allocator = counting_allocator_of(&p);
+    kv = create_cache(&cfg);
+    for (t = 0; t < 57; t++) CHECK_EQ(append_to_all_layers(kv, 0, 10), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 60), TKV_OK); /* to 630 */
+    CHECK_EQ(budget_of(kv).level, 1);             /* of the reserved length */
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    for (t = 570; t < 1190; t += 10) {
+        requests = p.n_requests;
+        CHECK_EQ(append_to_all_layers(kv, 0, 10), TKV_OK);
+        if (t < 630) CHECK_EQ(p.n_requests, requests);
+    }
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 5), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 0, 20), TKV_OK); /* longer than reserved */
+    CHECK_EQ(budget_of(kv).level, 1);
+    CHECK_EQ(append_tokens(kv, 0, 1, 20), TKV_OK);
+    CHECK_EQ(append_tokens(kv, 0, 2, 20), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 20), TKV_OK);
+    CHECK_EQ(budget_of(kv).level, 2);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+TEST(wrong_lengths_of_levels) {
+    static const struct {
+        int from[3];
+        size_t budget;
+        const char *sentence;
+    } cases[] = {{{5, 600, 1200}, 0, "budget.ladder[0].from_tokens is 5; it must be 0"},
+                 {{0, 600, 600}, 0, "budget.ladder[2].from_tokens is 600; lengths must rise"},
+                 {{0, 0, 600}, 0, "budget.ladder[2].from_tokens is 600; lengths must rise"},
+                 {{0, -1, 0}, 0, "budget.ladder[1].from_tokens is -1; it must be 1 to 2^30 - 1"},
+                 {{0, 600, 0}, 4000 * 1000, "budget.ladder[1].from_tokens is 600; it must be 0 with budget"},
+                 {{0, 600, 0}, 0, ""}};
+    tkv_level level[3];
+    tkv_config cfg;
+    char reason[200];
+    size_t bytes;
+    int i, j;
+    for (i = 0; i < COUNT(cases); i++) {
+        cfg = length_config();
+        memcpy(level, levels_by_length, sizeof level);
+        for (j = 0; j < 3; j++) level[j].from_tokens = cases[i].from[j];
+        cfg.budget.ladder = level;
+        cfg.budget.bytes = cases[i].budget;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason),
+                 cases[i].sentence[0] ? TKV_ERR_CONFIG : TKV_OK);
+        CHECK_MSG(strncmp(reason, cases[i].sentence, strlen(cases[i].sentence)) == 0, "%s", reason);
+    }
+    cfg.limits.max_tokens = 1000; /* in place the plan is fixed */
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
+    cfg.budget.ladder = NULL;
+    cfg.budget.n_levels = 0;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
 }
 
 /* With cfg.budget.pressure.min_level, old blocks are coded although memory is free. */
@@ -644,8 +774,8 @@ TEST(set_hot_tokens_and_level) {
     tkv_destroy(kv);
     /* a ladder without a budget: the level selects the plan, and tokens age */
     {
-        static const tkv_level two_levels[] = {{0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-                                               {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}}};
+        static const tkv_level two_levels[] = {{0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+                                               {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}};
         tkv_format_pair pair = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
         cfg = small_config(0);
         cfg.budget.ladder = two_levels;
@@ -793,10 +923,10 @@ TEST(in_place_is_filled_completely) {
 }
 
 /* >>quality feedback: simulated scores of the levels, on a real cache */
-static const tkv_level four_levels[] = {{0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
-                                        {0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}},
-                                        {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
-                                        {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}}};
+static const tkv_level four_levels[] = {{0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
+                                        {0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, 0},
+                                        {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 0},
+                                        {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 0}};
 
 /* Runs until the level has not changed for 120 scores. Returns the number of scores up to the last change. */
 static int run_until_stable(tkv_cache *kv, tkv_feedback *f, const float *loss, int *changes, int *hot) {
@@ -876,7 +1006,196 @@ TEST(feedback_changes_the_level) {
     tkv_destroy(kv);
 }
 
+/* >>cfg.budget.adapt: a ladder around the plan */
+TEST(the_default_ladder_stands_around_the_plan) {
+    static const struct {
+        const char *preset;
+        int n_levels, level;
+    } cases[] = {{"quality", 4, 0}, {"balanced", 4, 1}, {"compact", 4, 2}, {"extreme", 4, 3}, {"kivi", 5, 2}};
+    tkv_format_pair last = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, own, pair;
+    int i, level;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_config cfg = small_config(0);
+        tkv_cache *kv;
+        double bytes = 1e9;
+        tkv_codec codec;
+        memset(&codec, 0, sizeof codec);
+        CHECK_EQ(tkv_apply_preset(&cfg, cases[i].preset), TKV_OK);
+        own = cfg.tiers.archive;
+        cfg.budget.adapt = 1;
+        kv = create_cache(&cfg);
+        CHECK_EQ(budget_of(kv).n_levels, cases[i].n_levels);
+        CHECK_EQ(budget_of(kv).level, cases[i].level);
+        CHECK_EQ(budget_of(kv).pressure.level, cases[i].level);
+        CHECK_EQ(get_tier_formats(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
+        CHECK(pair.k == own.k && pair.v == own.v);
+        for (level = 0; level < cases[i].n_levels; level++) { /* bytes fall from level to level */
+            double now;
+            CHECK_EQ(tkv_set_level(kv, level), TKV_OK);
+            CHECK_EQ(get_tier_formats(kv, 0, TKV_TIER_ARCHIVE, &pair), TKV_OK);
+            codec.head_dim = DIM;
+            codec.format = pair.k;
+            codec.side = TKV_K;
+            now = (double)tkv_get_block_bytes(&codec);
+            codec.format = pair.v;
+            codec.side = TKV_V;
+            now += (double)tkv_get_block_bytes(&codec);
+            CHECK(now < bytes && (pair.k != last.k || pair.v != last.v));
+            bytes = now;
+            last = pair;
+        }
+        CHECK_EQ(tkv_set_level(kv, cases[i].n_levels), TKV_ERR_ARG);
+        tkv_destroy(kv);
+    }
+    { /* the bounds of the pressure hold */
+        tkv_config cfg = small_config(0);
+        tkv_cache *kv;
+        cfg.budget.adapt = 1;
+        cfg.budget.pressure.min_level = 2;
+        kv = create_cache(&cfg);
+        CHECK_EQ(budget_of(kv).level, 2);
+        tkv_destroy(kv);
+    }
+}
+
+/* Until the level moves, tokens have the bytes of a cache without the ladder. */
+TEST(the_default_ladder_changes_no_byte) {
+    enum { N = 1500 };
+    static float plain[2][N * ROW];
+    tkv_config cfg = small_config(0);
+    tkv_memory_info m[2];
+    tkv_advice advice;
+    tkv_feedback f;
+    tkv_cache *kv;
+    int with, t, n;
+    for (with = 0; with < 2; with++) {
+        reset_models();
+        rng = tkv_rng_seed(5);
+        cfg.budget.adapt = with;
+        kv = create_cache(&cfg);
+        for (t = 0; t < N; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
+        CHECK_EQ(tkv_read(kv, 0, 1, 0, N, k_out, v_out), TKV_OK);
+        if (!with) memcpy(plain[0], k_out, sizeof plain[0]), memcpy(plain[1], v_out, sizeof plain[1]);
+        CHECK_MEM(k_out, plain[0], sizeof plain[0]);
+        CHECK_MEM(v_out, plain[1], sizeof plain[1]);
+        CHECK_EQ(tkv_get_memory(kv, &m[with]), TKV_OK);
+        if (with)
+            printf("\n    %zu bytes more for four levels of %d layers", m[1].total - m[0].total, LAYERS);
+        if (with) break;
+        tkv_destroy(kv);
+    }
+    CHECK_LE(m[1].tables, m[0].tables + 40000);
+    /* tkv_adapt_plan moves the bits of later tokens, without a ladder of the caller's */
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+    for (n = 0; n < 100 && budget_of(kv).level < 3; n++) {
+        CHECK_EQ(tkv_observe_score(&f, 1.0f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+    }
+    CHECK_EQ(budget_of(kv).level, 3);
+    for (n = 0; n < 100 && budget_of(kv).level > 0; n++) {
+        CHECK_EQ(tkv_observe_score(&f, .5f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+    }
+    CHECK_EQ(budget_of(kv).level, 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* In place the memory is that of the plan: the level stays. */
+TEST(in_place_the_level_stays) {
+    tkv_config cfg = small_config(0);
+    tkv_feedback f;
+    size_t bytes = 0;
+    tkv_cache *kv;
+    void *memory;
+    int n;
+    cfg.limits.max_tokens = 600;
+    cfg.budget.adapt = 1;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
+    memory = malloc(bytes);
+    REQUIRE(memory != NULL);
+    CHECK_EQ(tkv_create_in_place(&cfg, memory, bytes, &kv, NULL, 0), TKV_OK);
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+    for (n = 0; n < 40; n++) {
+        CHECK_EQ(tkv_observe_score(&f, 1.0f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, NULL), TKV_OK);
+    }
+    CHECK_EQ(budget_of(kv).level, 1);
+    tkv_destroy(kv);
+    free(memory);
+}
+
+/* >>cfg.meter.target: the cache follows its own meter */
+static int level_at_target(float target, int *n_changes) {
+    static float q[HEADS * DIM], out[HEADS * DIM];
+    tkv_config cfg = small_config(0);
+    tkv_cache *kv;
+    int t, l, level;
+    reset_models();
+    rng = tkv_rng_seed(6);
+    cfg.budget.adapt = 1;
+    cfg.meter.heads = 6;
+    cfg.meter.every = 1;
+    cfg.meter.target = target;
+    kv = create_cache(&cfg);
+    *n_changes = 0;
+    for (t = 0; t < 1200; t++) {
+        level = budget_of(kv).level;
+        for (l = 0; l < LAYERS; l++) {
+            CHECK_EQ(append_tokens(kv, 0, l, 1), TKV_OK);
+            tkv_rng_fill(&rng, q, HEADS * DIM, 1.0);
+            CHECK_EQ(tkv_attend(kv, 0, l, q, 1, out), TKV_OK);
+        }
+        *n_changes += budget_of(kv).level != level;
+        if (t == 900) CHECK_EQ(tkv_reset_quality(kv), TKV_OK); /* the caller's own reading */
+    }
+    level = budget_of(kv).level;
+    check_cache(kv);
+    tkv_destroy(kv);
+    return level;
+}
+
+TEST(the_level_follows_the_meter) {
+    int changes[3], level[3];
+    level[0] = level_at_target(.9999f, &changes[0]);
+    level[1] = level_at_target(.5f, &changes[1]);
+    level[2] = level_at_target(0.0f, &changes[2]);
+    printf("\n    target .9999: level %d; .5: level %d", level[0], level[1]);
+    CHECK(level[0] == 0 && changes[0] == 1);
+    CHECK(level[1] == 3 && changes[1] == 2);
+    CHECK(level[2] == 1 && changes[2] == 0);
+}
+
 /* >>wrong configs */
+TEST(wrong_configs_of_adapting) {
+    static const struct {
+        int adapt, has_ladder, heads;
+        size_t budget;
+        float target;
+        const char *sentence;
+    } cases[] = {{2, 0, 0, 0, 0, "budget.adapt is 2; it must be 0 or 1"},
+                 {1, 0, 0, 4000 * 1000, 0, "budget.adapt is 1; it must be 0 with budget.bytes"},
+                 {1, 1, 0, 0, 0, "budget.adapt is 1; it must be 0 with a ladder"},
+                 {0, 0, 0, 0, .5f, "meter.target is 0.5; it must be 0 without meter.heads"},
+                 {0, 0, 1, 0, 1.0f, "meter.target is 1; it must be .01 to .9999"},
+                 {0, 0, 1, 0, -.5f, "meter.target is -0.5; it must be .01 to .9999"},
+                 {1, 0, 1, 0, .5f, ""},
+                 {0, 1, 1, 0, .5f, ""}};
+    char reason[200];
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_config cfg = small_config(cases[i].budget);
+        cfg.budget.adapt = cases[i].adapt;
+        cfg.budget.ladder = cases[i].has_ladder ? four_levels : NULL;
+        cfg.budget.n_levels = cases[i].has_ladder ? COUNT(four_levels) : 0;
+        cfg.meter.heads = cases[i].heads;
+        cfg.meter.target = cases[i].target;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason),
+                 cases[i].sentence[0] ? TKV_ERR_CONFIG : TKV_OK);
+        CHECK_MSG(strncmp(reason, cases[i].sentence, strlen(cases[i].sentence)) == 0, "%s", reason);
+    }
+}
+
 TEST(config_names_the_wrong_field) {
     static const struct {
         int which;
@@ -958,6 +1277,9 @@ int main(int argc, char **argv) {
     RUN(steps_reach_the_estimated_context);
     RUN(last_append_stays_exact);
     RUN(profiles_and_ladders);
+    RUN(the_level_follows_the_longest_sequence);
+    RUN(a_level_by_length_waits_for_reservations);
+    RUN(wrong_lengths_of_levels);
     RUN(min_level_holds_while_memory_is_free);
     RUN(budget_goes_down_and_up);
     RUN(coded_blocks_stay_coded);
@@ -968,6 +1290,11 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);
+    RUN(the_default_ladder_stands_around_the_plan);
+    RUN(the_default_ladder_changes_no_byte);
+    RUN(in_place_the_level_stays);
+    RUN(the_level_follows_the_meter);
+    RUN(wrong_configs_of_adapting);
     RUN(config_names_the_wrong_field);
     RUN(short_sequences_are_archived);
     return tkv_test_end();

@@ -463,7 +463,7 @@ TEST(each_part_lowers_errors) {
 
 /* A format that codes keys before RoPE needs the model's RoPE, or the option to code them after it. */
 TEST(keys_need_rope_or_post_rope) {
-    static const char *const presets[] = {"kvquant-3", "adr", "by-context", "extreme_context"};
+    static const char *const presets[] = {"kvquant-3", "adr", "by-context", "by-length", "extreme_context"};
     int i, j;
     for (i = 0; tkv_get_name(TKV_NAME_PRESET, (int)i); i++) {
         char reason[240];
@@ -482,6 +482,8 @@ TEST(keys_need_rope_or_post_rope) {
         cfg.model.rope.dim = 64;
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
         cfg.model.rope.dim = 0;
+        cfg.budget.ladder = NULL; /* of "by-length" */
+        cfg.budget.n_levels = 0;
         cfg.tiers.warm.k = cfg.tiers.archive.k = TKV_KIVI4; /* values need no RoPE */
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
         cfg.tiers.archive = pair_of(TKV_KVQUANT2, TKV_KVQUANT2);

@@ -195,6 +195,131 @@ TEST(offloaded_blocks) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* >>cfg.promotion: appends promote by themselves */
+static tkv_config self_promoting_config(test_store *store) {
+    tkv_config cfg = make_config(store, 1);
+    cfg.promotion.every = 8;
+    cfg.promotion.per_step = 2;
+    return cfg;
+}
+
+/* Appends promote what tkv_promote_important would, at every eighth token. Blocks whose scores fade go back. */
+TEST(appends_promote_by_themselves) {
+    test_store store;
+    tkv_config cfg = self_promoting_config(&store);
+    tkv_cache *kv, *plain;
+    tkv_memory_info m[2];
+    int i, step;
+    cfg.importance.decay = .9f; /* per token */
+    cfg.promotion.threshold = .3f;
+    kv = make_filled_cache(&cfg, 12 * BLOCK);
+    for (i = 0; i < 4; i++) add_block_score(kv, i, 3.0f + (float)i);
+    for (step = 0; step < 8; step++) {
+        CHECK_EQ(is_exact(kv, 2) + is_exact(kv, 3), 0);
+        append_tokens(kv, 1);
+    }
+    for (i = 0; i < 12 * BLOCK / BLOCK - 2; i++)
+        CHECK_EQ(is_exact(kv, i), i == 2 || i == 3); /* the best two */
+    CHECK_EQ(budget_of(kv).promoted, 2);
+    append_tokens(kv, 8); /* scores of .55 and .74 */
+    CHECK(is_exact(kv, 0) && is_exact(kv, 1) && is_exact(kv, 2) && is_exact(kv, 3));
+    CHECK_EQ(tkv_get_memory(kv, &m[0]), TKV_OK);
+    append_tokens(kv, 24); /* below half of the threshold: coded again, two at a time */
+    CHECK_EQ(is_exact(kv, 0) + is_exact(kv, 1) + is_exact(kv, 2) + is_exact(kv, 3), 2);
+    append_tokens(kv, 8);
+    CHECK_EQ(is_exact(kv, 0) + is_exact(kv, 1) + is_exact(kv, 2) + is_exact(kv, 3), 0);
+    CHECK_EQ(budget_of(kv).promoted, 4);
+    check_cache(kv);
+    cfg.promotion.every = 0; /* the same bytes as a cache that never promoted */
+    memset(&cfg.offload, 0, sizeof cfg.offload);
+    plain = create_cache(&cfg);
+    for (i = 0; i < 12 * BLOCK + 48; i += 16)
+        for (step = 0; step < LAYERS; step++)
+            CHECK_EQ(tkv_append(plain, 0, step, model_k[step] + i * ROW, model_v[step] + i * ROW, 16),
+                     TKV_OK);
+    CHECK_EQ(tkv_read(plain, 0, 0, 0, 11 * BLOCK, read_before, NULL), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 11 * BLOCK, k_in, NULL), TKV_OK);
+    CHECK_MEM(k_in, read_before, sizeof(float) * 11 * BLOCK * ROW);
+    CHECK_EQ(budget_of(plain).promoted, 0);
+    CHECK_EQ(tkv_get_memory(kv, &m[0]), TKV_OK);
+    CHECK_EQ(tkv_get_memory(plain, &m[1]), TKV_OK);
+    CHECK_EQ(m[0].tier[TKV_TIER_ARCHIVE].codes, m[1].tier[TKV_TIER_ARCHIVE].codes);
+    tkv_destroy(plain);
+    destroy_cache_and_store(kv, &store);
+}
+
+/* A store that fails, an allocator without memory and a full budget leave the append as it is. Steps promote when they
+ * begin, and nothing is promoted while memory is reserved. */
+TEST(promotion_never_fails_an_append) {
+    test_store store;
+    tkv_config cfg = self_promoting_config(&store);
+    counting_allocator p;
+    tkv_cache *kv = make_filled_cache(&cfg, 12 * BLOCK);
+    int i, l;
+    add_block_score(kv, 1, 5.0f);
+    store.fail_read = 1;
+    store.n_reads = 0;
+    append_tokens(kv, 8);
+    CHECK(!is_exact(kv, 1));
+    CHECK_STR(tkv_get_last_error(kv), "");
+    store.fail_read = 0;
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 16), TKV_OK);
+    append_tokens(kv, 8);
+    CHECK(!is_exact(kv, 1));
+    append_tokens(kv, 9);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK(is_exact(kv, 1));
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+    destroy_cache_and_store(kv, &store);
+    cfg = self_promoting_config(&store); /* the allocator */
+    cfg.host.allocator = counting_allocator_of(&p);
+    kv = make_filled_cache(&cfg, 12 * BLOCK + 4);
+    for (i = 0; i < 8; i++) add_block_score(kv, i, 5.0f);
+    for (i = 0; i < 64; i += 8) {
+        p.fail_at = 1;
+        for (l = 0; l < LAYERS; l++) (void)tkv_append(kv, 0, l, model_k[0], model_v[0], 8);
+        p.fail_at = 0;
+        check_cache(kv);
+    }
+    destroy_cache_and_store(kv, &store);
+    cfg = self_promoting_config(&store); /* the budget */
+    cfg.budget.bytes = 500000;
+    kv = make_filled_cache(&cfg, 24 * BLOCK);
+    for (i = 0; i < 8; i++) add_block_score(kv, i, 5.0f);
+    append_tokens(kv, 64);
+    CHECK_LE(budget_of(kv).peak, cfg.budget.bytes);
+    destroy_cache_and_store(kv, &store);
+}
+
+TEST(wrong_configs_of_promotion) {
+    static const struct {
+        int every, per_step, has_store, samples;
+        float threshold;
+        const char *sentence;
+    } cases[] = {{-1, 0, 1, 1, 0, "promotion.every is -1; it must be a number of tokens"},
+                 {8, 0, 0, 1, 0, "promotion.every is 8; it needs offload.write"},
+                 {8, 0, 1, 0, 0, "promotion.every is 8; it needs importance.sample_every"},
+                 {8, 65, 1, 1, 0, "promotion.per_step is 65; it must be 0 to 64"},
+                 {8, -1, 1, 1, 0, "promotion.per_step is -1; it must be 0 to 64"},
+                 {0, 8, 0, 0, .5f, ""},
+                 {8, 0, 1, 1, 0, ""}};
+    test_store store;
+    char reason[200];
+    int i;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_config cfg = make_config(&store, 1);
+        destroy_test_store(&store);
+        cfg.promotion.every = cases[i].every;
+        cfg.promotion.per_step = cases[i].per_step;
+        cfg.promotion.threshold = cases[i].threshold;
+        if (!cases[i].has_store) memset(&cfg.offload, 0, sizeof cfg.offload);
+        if (!cases[i].samples) cfg.importance.sample_every = 0;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason),
+                 cases[i].sentence[0] ? TKV_ERR_CONFIG : TKV_OK);
+        CHECK_MSG(strncmp(reason, cases[i].sentence, strlen(cases[i].sentence)) == 0, "%s", reason);
+    }
+}
+
 /* >>recomputation by a model */
 typedef struct model {
     int calls, tokens, fails;
@@ -342,6 +467,9 @@ int main(int argc, char **argv) {
     RUN(best_blocks_first);
     RUN(cooldown);
     RUN(offloaded_blocks);
+    RUN(appends_promote_by_themselves);
+    RUN(promotion_never_fails_an_append);
+    RUN(wrong_configs_of_promotion);
     RUN(recomputed_blocks);
     RUN(within_the_budget);
     RUN(wrong_arguments);

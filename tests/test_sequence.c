@@ -297,6 +297,24 @@ TEST(config_presets) {
             CHECK_EQ(sized.tiers.archive.k, wanted[i]);
         }
     }
+    { /* "by-length" and "growing" bring a ladder, which a later preset removes; one of the program stays */
+        static const tkv_level own = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0};
+        tkv_config by_length = tkv_default_config();
+        CHECK_EQ(tkv_apply_preset(&by_length, "by-length"), TKV_OK);
+        REQUIRE(by_length.budget.n_levels == 3);
+        for (i = 0; i < 3; i++)
+            CHECK_EQ(by_length.budget.ladder[i].from_tokens, i == 0 ? 0 : i == 1 ? 2048 : 8192);
+        CHECK_EQ(by_length.budget.ladder[2].archive.v, TKV_KVQUANT3);
+        CHECK_EQ(tkv_apply_preset(&by_length, "growing"), TKV_OK);
+        REQUIRE(by_length.budget.n_levels == 3);
+        CHECK_EQ(by_length.budget.ladder[2].archive.k, TKV_A25);
+        CHECK_EQ(tkv_apply_preset(&by_length, "balanced"), TKV_OK);
+        CHECK(by_length.budget.ladder == NULL && by_length.budget.n_levels == 0);
+        by_length.budget.ladder = &own;
+        by_length.budget.n_levels = 1;
+        CHECK_EQ(tkv_apply_preset(&by_length, "compact"), TKV_OK);
+        CHECK(by_length.budget.ladder == &own && by_length.budget.n_levels == 1);
+    }
 }
 
 /* A config of zeros gives the tiers of the preset "balanced". */

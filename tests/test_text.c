@@ -178,6 +178,22 @@ TEST(presets_come_first) {
     CHECK_EQ(tkv_apply_preset(&named, "adr"), TKV_OK);
     CHECK_MEM(&cfg, &named, sizeof cfg);
     CHECK_EQ(cfg.tiers.archive.k, TKV_SQUAT2); /* below 8K: max_tokens is set before the preset */
+    /* a preset with a ladder; keys of the ladder replace it */
+    cfg = tkv_default_config();
+    CHECK_EQ(parse_config(&cfg, "preset = growing\n", reason), TKV_OK);
+    REQUIRE(cfg.budget.ladder != NULL && cfg.budget.ladder != level_array);
+    CHECK_EQ(cfg.budget.ladder[2].from_tokens, 8192);
+    cfg = tkv_default_config();
+    CHECK_EQ(parse_config(&cfg,
+                          "preset = growing\nbudget.n_levels = 2\nbudget.ladder[1].archive = kivi2\n"
+                          "budget.ladder[1].from_tokens = 500\n",
+                          reason),
+             TKV_OK);
+    REQUIRE(cfg.budget.ladder == level_array);
+    CHECK_EQ(cfg.budget.n_levels, 2);
+    CHECK_EQ(level_array[1].archive.v, TKV_KIVI2);
+    CHECK_EQ(level_array[1].from_tokens, 500);
+    CHECK_EQ(level_array[0].archive.v, TKV_FORMAT_DEFAULT);
 }
 
 TEST(sentences_of_mistakes) {

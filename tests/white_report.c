@@ -38,6 +38,7 @@ TEST(every_field_has_a_row) {
     COVER(budget.pressure);
     COVER(evict);
     COVER(importance);
+    COVER(promotion);
     COVER(offload);
     COVER(recompute);
     COVER(host.on_event);
@@ -72,6 +73,11 @@ TEST(every_field_has_a_row) {
     memset(covered, 0, sizeof covered);
     check_covered("tkv_importance_config", covered, sizeof(tkv_importance_config), tkvi_importance_rows,
                   COUNT(tkvi_importance_rows));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_promotion_config", covered, sizeof(tkv_promotion_config), tkvi_promotion_rows,
+                  COUNT(tkvi_promotion_rows));
+    memset(covered, 0, sizeof covered);
+    check_covered("tkv_level", covered, sizeof(tkv_level), tkvi_level_rows, COUNT(tkvi_level_rows));
 }
 
 TEST(values_of_rows_have_public_names) {

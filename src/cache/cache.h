@@ -195,6 +195,7 @@ typedef struct tkvi_budget_state {
     size_t bytes_per_block;  /* of one hot block in every layer; layers open them at the same token */
     int64_t recode_backlog;  /* bytes that recoding must still free to pay for appended tokens */
     size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
+    int length_level;        /* level by the length of the longest sequence (tkv_level.from_tokens) */
     int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
 } tkvi_budget_state;
 
@@ -797,6 +798,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     (void)tkv_init_pressure(&kv->budget.pressure, &derived->cfg.budget.pressure, NULL, 0);
     kv->budget.pressure.cfg =
         derived->cfg.budget.pressure; /* tkvi_validate filled in the defaults; here 0 means level 0 */
+    kv->budget.pressure.now.level = derived->first_level;
     kv->budget.relax_at = (size_t)-1;
     kv->pool.recode_pages = derived->recode_pages;
     kv->turns.lanes = derived->rope_lanes;
@@ -1199,6 +1201,9 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
     if (!st && cfg->limits.max_tokens == 0)
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
+    if (TKVI_HAS_METER && !st && derived->n_levels > 1 && derived->ladder[1].from_tokens)
+        return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
+                        "it must be 0 in place: there the plan is fixed");
     if (!st) st = tkvi_size_in_place(derived, sizes);
     if (st == TKV_ERR_BUDGET)
         return tkvi_give_reason(

@@ -41,6 +41,8 @@ typedef struct tkvi_meter {
     int n, slots, every;         /* probes; copies per probe; sampling period in positions */
     size_t record_bytes;         /* of one copy */
     tkvi_head_probe *head_probe; /* [n] */
+    tkv_feedback *feedback;      /* of cfg.meter.target; NULL: none */
+    tkvi_error_sums scored;      /* sums of all probes at the last score for it */
 } tkvi_meter;
 
 /* >>counts and sizes */
@@ -61,6 +63,7 @@ static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t
     if (!n) return 1;
     *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_head_probe)) +
               tkvi_align_up(2 * n * slots * sizeof(int));
+    if (h->cfg.meter.target > 0.0f) *tables += tkvi_align_up(sizeof(tkv_feedback));
     return tkvi_mul(n * slots, h->hot_record, copies);
 }
 
@@ -127,6 +130,9 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
         m->head_probe[i].slot = m->head_probe[i].start + m->slots;
         m->head_probe[i].bytes = copies + (size_t)i * (size_t)m->slots * m->record_bytes;
     }
+    if (h->cfg.meter.target > 0.0f)
+        m->feedback = (tkv_feedback *)(void *)((uint8_t *)numbers +
+                                               tkvi_align_up(2 * (size_t)n * (size_t)m->slots * sizeof(int)));
     tkvi_meter_place(m, t, h->n_stored);
     tkvi_meter_clear(m);
     return m;

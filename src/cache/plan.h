@@ -134,6 +134,7 @@ typedef struct tkvi_derived_config {
     int rope_lanes;         /* the most of one (tkvi_rope.lanes) */
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
+    int first_level;        /* level of a new cache */
     int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
@@ -161,11 +162,12 @@ typedef struct tkvi_tables {
     int n_keys, n_layouts, n_classes;
     int any_shared, token_parts, query_parts; /* as in tkvi_derived_config */
     size_t page_bytes;
-    tkvi_plan *plan;            /* [n_layers] */
-    tkvi_tier_spec *tier_specs; /* [n_layers][n_levels] */
-    int n_levels, level;        /* levels of the ladder; the current one */
-    int recode_pages;           /* pages that recoding needs under a budget; 0: no budget at creation */
-    tkvi_layout *layout;        /* [n_layouts] */
+    tkvi_plan *plan;                 /* [n_layers] */
+    tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
+    int n_levels, level;             /* levels of the ladder; the current one */
+    int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
+    tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
     tkvi_version version[TKVI_VERSIONS];
     size_t version_bytes;    /* bytes of one version; 0: no layer needs tables */
@@ -253,6 +255,9 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
         return tkvi_bad_here(reason, size, "importance.sample_every", cfg->importance.sample_every, no_evict);
     if (!TKVI_HAS_OFFLOAD && (cfg->offload.write || cfg->offload.read))
         return tkvi_bad_here(reason, size, "offload.write", 1, "TKV_NO_OFFLOAD leaves this out");
+    if ((!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD) && cfg->promotion.every)
+        return tkvi_bad_here(reason, size, "promotion.every", cfg->promotion.every,
+                             TKVI_HAS_EVICT ? "TKV_NO_OFFLOAD leaves this out" : no_evict);
     if (!TKVI_HAS_DISCARD && cfg->recompute.compute)
         return tkvi_bad_here(reason, size, "recompute.compute", 1, "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_DISCARD && cfg->budget.discard)
@@ -260,6 +265,8 @@ static tkv_status tkvi_validate_features(const tkv_config *cfg, char *reason, si
                              "TKV_NO_DISCARD leaves this out");
     if (!TKVI_HAS_METER && cfg->meter.heads)
         return tkvi_bad_here(reason, size, "meter.heads", cfg->meter.heads, "TKV_NO_METER leaves this out");
+    if (!TKVI_HAS_METER && cfg->budget.adapt)
+        return tkvi_bad_here(reason, size, "budget.adapt", cfg->budget.adapt, "TKV_NO_METER leaves this out");
     return TKV_OK;
 }
 
@@ -563,20 +570,26 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
 /* >>ladder: the default one. Under a budget, level 0 is exact, and further levels compress more. Without a budget,
  * the only level is the plan of the config. */
 static const tkv_level tkvi_ladder_exact = {
-    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}};
+    TKV_UNLIMITED, 0, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}, 0};
 static const tkv_level tkvi_ladder_steps[] = {
-    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}},
-    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+    {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+    {0, TKV_UNLIMITED, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
     {0,
      0,
      {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
-     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT}}, /* the config's plan */
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}},
-    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}},
+     {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
+     0}, /* the config's plan */
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A20, TKV_R15}, 0},
 };
+
+static int tkvi_adapt_ladder(const tkv_config *cfg, tkv_level *ladder, int *plan);
 
 static int tkvi_levels_of(const tkv_config *cfg) {
     const int steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
+    tkv_level unused[TKV_MAX_LEVELS];
+    int plan;
+    if (TKVI_HAS_METER && cfg->budget.adapt) return tkvi_adapt_ladder(cfg, unused, &plan);
     return cfg->budget.ladder ? cfg->budget.n_levels : cfg->budget.bytes ? 1 + steps : 1;
 }
 
@@ -608,6 +621,7 @@ static void tkvi_ladder_of(const tkv_config *cfg, tkvi_derived_config *h) {
     int i, steps = (int)(sizeof tkvi_ladder_steps / sizeof *tkvi_ladder_steps);
     h->n_levels = tkvi_levels_of(cfg);
     memset(h->ladder, 0, sizeof h->ladder);
+    if (TKVI_HAS_METER && cfg->budget.adapt) (void)tkvi_adapt_ladder(cfg, h->ladder, &h->first_level);
     for (i = 0; i < h->n_levels && cfg->budget.ladder; i++) h->ladder[i] = cfg->budget.ladder[i];
     if (cfg->budget.ladder || !cfg->budget.bytes) return;
     h->ladder[0] = tkvi_ladder_exact;
@@ -767,6 +781,33 @@ static int tkvi_reached(const tkv_config *cfg, const tkvi_tier_spec *r, int tier
     return r->warm < (cfg->budget.bytes ? TKVI_FOREVER : cfg->limits.max_tokens);
 }
 
+/* Fills in the ladder of cfg.budget.adapt. *plan: the level of the plan. Returns the number of levels. */
+static int tkvi_adapt_ladder(const tkv_config *cfg, tkv_level *ladder, int *plan) {
+    static const tkv_format_pair none = {TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT};
+    static const tkv_format_pair archives[] = {
+        {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, {TKV_A25, TKV_R20}, {TKV_A20, TKV_R15}};
+    const tkvi_geometry g = tkvi_model_geometry(&cfg->model);
+    const tkv_format_pair own = tkvi_pair(none, cfg->tiers.archive, TKV_A30, TKV_R30);
+    tkv_config full = *cfg;
+    tkvi_bytes own_bytes, bytes;
+    int i, n = 0, above = 0;
+    memset(ladder, 0, TKV_MAX_LEVELS * sizeof *ladder);
+    memset(&own_bytes, 0, sizeof own_bytes);
+    tkvi_fill_defaults(&full);
+    (void)tkvi_key_bytes(&full, tkvi_layout_key_of(&g, own, TKVI_BLOCK), &own_bytes);
+    for (i = 0; i < (int)(sizeof archives / sizeof *archives); i++) {
+        memset(&bytes, 0, sizeof bytes);
+        (void)tkvi_key_bytes(&full, tkvi_layout_key_of(&g, archives[i], TKVI_BLOCK), &bytes);
+        if (bytes.total > own_bytes.total) above++;
+        if (n == above && bytes.total < own_bytes.total) ladder[n++].archive = own;
+        if (bytes.total != own_bytes.total) ladder[n++].archive = archives[i];
+        else if (n == above) ladder[n++].archive = own;
+    }
+    if (n == above) ladder[n++].archive = own;
+    *plan = above;
+    return n;
+}
+
 /* Fills in the tiers of a layer at a level. Adds their format pairs to h->key. Returns 0 if there are too many. */
 static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_plan *p, tkvi_tier_spec *r) {
     tkv_format_pair pair[TKV_TIER_COUNT];
@@ -796,7 +837,7 @@ static int tkvi_tier_spec_of(tkvi_derived_config *h, int layer, int level, tkvi_
     return fits;
 }
 
-/* Fills in the plan of one layer and its tiers at each level. p->now is that of cfg.budget.pressure.min_level. */
+/* Fills in the plan of one layer and its tiers at each level. p->now is that of the first level. */
 static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, tkvi_tier_spec *tier_specs) {
     tkv_format_pair unused[TKV_TIER_COUNT], pair[TKV_TIER_COUNT];
     int level, other, rank = 0, n_own = 0, fits = 1;
@@ -819,7 +860,7 @@ static tkv_status tkvi_plan_of(tkvi_derived_config *h, int layer, tkvi_plan *p, 
         }
     for (level = 0; level < h->n_levels; level++)
         fits &= tkvi_tier_spec_of(h, layer, level, p, &tier_specs[level]);
-    p->now = tier_specs[h->cfg.budget.pressure.min_level];
+    p->now = tier_specs[h->first_level];
     p->sink_layout =
         p->sink ? tkvi_find_key(h, &p->geometry, pair[TKV_TIER_HOT], p->sink) : p->now.layout[TKV_TIER_HOT];
     p->n_anchor_blocks = tkvi_n_anchor_blocks(&h->cfg);
@@ -894,7 +935,7 @@ static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_p
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
-    int i, c, level, hot[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, n, level, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
@@ -902,6 +943,8 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     tkvi_fill_defaults(&h->cfg);
     tkvi_ladder_of(cfg, h);
     (void)tkvi_pressure_for(cfg, &h->cfg.budget.pressure);
+    h->first_level = tkvi_max(h->cfg.budget.pressure.min_level,
+                              tkvi_min(h->cfg.budget.pressure.max_level, h->first_level));
     for (i = 0; i < h->cfg.model.n_layers; i++) {
         if (tkvi_plan_of(h, i, &p, tier_specs)) return TKV_ERR_CONFIG;
         tkvi_widen_geometry(&h->widest, &p.geometry);
@@ -910,7 +953,9 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->n_stored_heads += (size_t)p.geometry.n_kv_heads;
         h->own_heads +=
             (size_t)p.geometry.n_kv_heads * (size_t)tkvi_own_layouts(tier_specs, h->n_levels, &h->n_layouts);
-        for (level = 0; level < h->n_levels; level++) tkvi_usual_blocks(h, &p, &tier_specs[level], of_key);
+        for (level = 0; level < h->n_levels; level++)
+            for (n = level == h->first_level && h->cfg.budget.adapt ? h->n_levels : 1; n > 0; n--)
+                tkvi_usual_blocks(h, &p, &tier_specs[level], of_key); /* pages suit the given plan most */
         hot[p.now.key[TKV_TIER_HOT]] = 1;
         h->n_stored++;
     }
@@ -946,8 +991,21 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
     return TKV_OK;
 }
 
+/* The reason why from_tokens of a level is wrong, or NULL. */
+static const char *tkvi_from_tokens_fault(const tkv_config *cfg, int level) {
+    const int n = cfg->budget.ladder[level].from_tokens,
+              before = level ? cfg->budget.ladder[level - 1].from_tokens : 0;
+    if (!TKVI_HAS_METER) return n ? "TKV_NO_METER leaves this out" : NULL;
+    if (n < 0 || n > TKVI_FOREVER) return "it must be 1 to 2^30 - 1, or 0 for none";
+    if (n && level == 0) return "it must be 0: a cache without tokens has this level";
+    if (n && (n <= before || (level > 1 && before == 0)))
+        return "lengths must rise from level 1 on, without gaps";
+    return n && cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides" : NULL;
+}
+
 static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size_t size) {
     tkv_status st = TKV_OK;
+    const char *wrong;
     int i;
     for (i = 0; i < cfg->budget.n_levels && !st; i++) {
         tkv_layer_config c;
@@ -959,6 +1017,10 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         c.archive = cfg->budget.ladder[i].archive;
         tkvi_name_entry(owner, sizeof owner, "budget.ladder[", i);
         st = tkvi_validate_tiers(&c, owner, reason, size);
+        wrong = st ? NULL : tkvi_from_tokens_fault(cfg, i);
+        if (wrong)
+            st = tkvi_bad_in(reason, size, owner, "from_tokens", cfg->budget.ladder[i].from_tokens, wrong);
+        if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
 }
@@ -976,6 +1038,24 @@ static const char *tkvi_anchor_fault(const tkv_config *cfg) {
         if (p.stored_layer == i && p.sink == 0) return "it must be 0 where a layer has no sinks";
     }
     return NULL;
+}
+
+/* The reason why a field of cfg->promotion is wrong, or NULL. */
+static const char *tkvi_promotion_fault(const tkv_config *cfg, const char **field, double *value) {
+    tkv_promotion_state state;
+    tkvi_promoting unused;
+    memset(&state, 0, sizeof state);
+    state.cfg = cfg->promotion;
+    *field = "every";
+    *value = cfg->promotion.every;
+    if (cfg->promotion.every < 0) return "it must be a number of tokens, or 0";
+    if (cfg->promotion.every && !cfg->offload.write) return "it needs offload.write, which has the sources";
+    if (cfg->promotion.every && !cfg->importance.sample_every) return "it needs importance.sample_every";
+    *field = "per_step";
+    *value = cfg->promotion.per_step;
+    return tkvi_promoting_begin(&unused, &state, 0)
+               ? NULL
+               : "it must be 0 to 64, threshold a finite number, and cooldown 0, TKV_OFF or steps";
 }
 
 /* Checks the fields that show whether the struct itself is usable. */
@@ -1054,6 +1134,17 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, "format.", option->name,
                            tkvi_member_int(&cfg->format, option->offset), option->want);
     TKVI_RANGE_(budget.discard, 0, 1, "it must be 0 or 1");
+    TKVI_RANGE_(budget.adapt, 0, 1, "it must be 0 or 1");
+    if (TKVI_HAS_METER && cfg->budget.adapt && (cfg->budget.bytes || cfg->budget.ladder))
+        return tkvi_bad(reason, size, "budget.adapt", 1,
+                        cfg->budget.bytes ? "it must be 0 with budget.bytes: there the pressure decides"
+                                          : "it must be 0 with a ladder");
+    if (TKVI_HAS_METER && tkvi_bits(cfg->meter.target) != 0 &&
+        (!tkvi_is_finite(cfg->meter.target) || cfg->meter.target < .01f || cfg->meter.target > .9999f ||
+         !cfg->meter.heads))
+        return tkvi_bad(reason, size, "meter.target", (double)cfg->meter.target,
+                        cfg->meter.heads ? "it must be .01 to .9999, or 0 for none"
+                                         : "it must be 0 without meter.heads");
     st = tkvi_validate_rope(&cfg->model.rope, cfg->model.head_dim, "model.", reason, size);
     if (st) return st;
     if ((unsigned)cfg->host.nonfinite > TKV_NONFINITE_SATURATE)
@@ -1087,6 +1178,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!cfg->offload.write != !cfg->offload.read)
         return tkvi_bad(reason, size, "offload.write", cfg->offload.write ? 1 : 0,
                         "write and read must both be set, or neither");
+    wrong = TKVI_HAS_EVICT && TKVI_HAS_OFFLOAD ? tkvi_promotion_fault(cfg, &field, &value) : NULL;
+    if (wrong) return tkvi_bad_in(reason, size, "promotion.", field, value, wrong);
     if (cfg->offload.keep_exact < 0 || cfg->offload.keep_exact > 1)
         return tkvi_bad(reason, size, "offload.keep_exact", cfg->offload.keep_exact, "it must be 0 or 1");
     if (cfg->recompute.compute) {
@@ -1366,6 +1459,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->page_bytes = h->page_bytes;
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
+    for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
@@ -1400,7 +1494,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
                 tkvi_init_layout(&t->layout[tier_specs[n / TKV_TIER_COUNT].layout[n % TKV_TIER_COUNT] + v], h,
                                  tier_specs[n / TKV_TIER_COUNT].key[n % TKV_TIER_COUNT]);
     }
-    tkvi_take_level(t, h->cfg.budget.pressure.min_level);
+    tkvi_take_level(t, h->first_level);
     for (i = 0; i < h->n_keys; i++) { /* the others wait for a table */
         tkvi_geometry g;
         memset(&g, 0, sizeof g);

@@ -27,6 +27,10 @@ static const tkvi_preset tkvi_presets[] = {
     {"by-context", 2048, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"by-context", 8192, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
     {"by-context", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}},
+#if TKVI_HAS_METER /* they have ladders, too: tkvi_ladders */
+    {"by-length", 0, 0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
+    {"growing", 0, 0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}},
+#endif
     /* from RuvLLM: ADR-004, then the profiles in its code */
     {"adr", 2048, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}},
     {"adr", 8192, 64, 448, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}},
@@ -59,6 +63,48 @@ static const char *tkvi_preset_name(int i) {
     return NULL;
 }
 
+#if TKVI_HAS_METER
+/* Ladders of presets whose archive follows the length of the longest sequence. A level takes hot and warm of the
+ * preset. */
+static const tkv_level tkvi_ladder_by_length[] = {
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_SQUAT2, TKV_KIVI2}, 2048},
+    {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KVQUANT3, TKV_KVQUANT3}, 8192},
+};
+static const tkv_level tkvi_ladder_growing[] = {
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A30, TKV_R30}, 2048},
+    {0, 0, {TKV_A40, TKV_R40}, {TKV_A25, TKV_R20}, 8192},
+};
+
+static const struct tkvi_named_ladder {
+    const char *name; /* of the preset */
+    const tkv_level *level;
+    int n_levels;
+} tkvi_ladders[] = {
+    {"by-length", tkvi_ladder_by_length, 3},
+    {"growing", tkvi_ladder_growing, 3},
+};
+
+/* Sets the ladder of the preset `name`, or removes that of another preset. A ladder of the program stays. */
+static void tkvi_apply_ladder(tkv_config *cfg, const char *name) {
+    size_t i;
+    for (i = 0; i < sizeof tkvi_ladders / sizeof *tkvi_ladders; i++) {
+        const int is_it = strcmp(name, tkvi_ladders[i].name) == 0;
+        if (!is_it && cfg->budget.ladder != tkvi_ladders[i].level) continue;
+        cfg->budget.ladder = is_it ? tkvi_ladders[i].level : NULL;
+        cfg->budget.n_levels = is_it ? tkvi_ladders[i].n_levels : 0;
+        if (is_it) return;
+    }
+}
+
+#else
+static void tkvi_apply_ladder(tkv_config *cfg, const char *name) {
+    (void)cfg;
+    (void)name;
+}
+#endif
+
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
     int i;
     for (i = 0; cfg && name && i < TKVI_PRESETS; i++) {
@@ -71,6 +117,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name) {
         cfg->tiers.hot.k = cfg->tiers.hot.v = TKV_FORMAT_DEFAULT;
         cfg->tiers.warm = tkvi_presets[i].warm;
         cfg->tiers.archive = tkvi_presets[i].archive;
+        tkvi_apply_ladder(cfg, name);
         return TKV_OK;
     }
     return TKV_ERR_ARG;

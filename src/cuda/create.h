@@ -124,7 +124,8 @@ static const char *tkvcu_check_config(const tkv_config *cfg) {
         {cfg->model.n_heads >
              TKVCU_MAX_GROUP * (cfg->model.n_kv_heads ? cfg->model.n_kv_heads : cfg->model.n_heads),
          "a KV head must have at most 16 query heads"},
-        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0, "budgets and ladders have no GPU kernels"},
+        {cfg->budget.bytes != 0 || cfg->budget.n_levels != 0 || cfg->budget.adapt,
+         "budgets and ladders have no GPU kernels"},
         {cfg->evict.policy != TKV_EVICT_NONE || cfg->tiers.n_anchors || cfg->importance.sample_every,
          "eviction and anchors have no GPU kernels"},
         {cfg->offload.write != NULL || cfg->budget.discard || cfg->recompute.compute != NULL,

@@ -110,8 +110,35 @@ static void tkvi_change_level(tkv_cache *kv, int level) {
     kv->budget.relax_at = (size_t)-1;
     tkvi_pressure_move(&kv->budget.pressure.now, level);
     tkvi_emit_event(kv, TKV_EVENT_LEVEL, TKV_ALL_LAYERS, from, level, tkvi_used_bytes(kv),
-                    level > from ? "the pressure rose: old tokens get fewer bits"
-                                 : "the pressure fell: new tokens get more bits");
+                    !tkvi_has_budget(kv) ? "the plan changed: tokens that age get other formats"
+                    : level > from       ? "the pressure rose: old tokens get fewer bits"
+                                         : "the pressure fell: new tokens get more bits");
+}
+
+/* 1 if memory is reserved for a sequence. */
+static int tkvi_has_reservation(const tkv_cache *kv) {
+    int seq, any = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) any |= kv->seq[seq].reserved_len != 0;
+    return any;
+}
+
+/* Goes to the level that the longest sequence demands (tkv_level.from_tokens), before an append or a reservation of
+ * rows. Only the first layer with K and V of its own decides, so that all layers of a step see one level. */
+static void tkvi_follow_length(tkv_cache *kv, int layer, const tkv_rows *rows, int n_rows) {
+    const int *from = kv->tables.from_tokens;
+    int i, longest = 0, level = 0;
+    if (!TKVI_HAS_METER || !from[1]) return;
+    for (i = 0; i < layer; i++)
+        if (kv->tables.plan[i].stored_layer == i) return;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, i, layer)->len);
+    for (i = 0; i < n_rows; i++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, rows[i].seq, layer)->len + rows[i].n);
+    while (level + 1 < kv->tables.n_levels && from[level + 1] && longest >= from[level + 1]) level++;
+    if (level == kv->budget.length_level || tkvi_has_reservation(kv)) return;
+    kv->budget.length_level = level;
+    tkvi_change_level(
+        kv, tkvi_max(kv->budget.pressure.cfg.min_level, tkvi_min(kv->budget.pressure.cfg.max_level, level)));
 }
 
 /* >>offloading */

@@ -538,7 +538,7 @@ static tkv_status tkvi_estimate_stages(tkvi_derived_config *h, int n_tokens, int
     int level;
     memset(&not_in_ram, 0, sizeof not_in_ram);
     not_in_ram.young = young;
-    for (level = young ? h->cfg.budget.pressure.max_level : h->cfg.budget.pressure.min_level;; level++) {
+    for (level = young ? h->cfg.budget.pressure.max_level : h->first_level;; level++) {
         st = tkvi_estimate_at(h, level, &not_in_ram, n_tokens, n_seqs, m);
         if (st || !budget || m->peak <= budget) return st;
         if (level == h->cfg.budget.pressure.max_level) break;

@@ -111,7 +111,7 @@ typedef struct tkvi_fields { /* rows of one struct */
     int n_rows;
 } tkvi_fields;
 
-#define TKVI_MAX_FIELDS 10
+#define TKVI_MAX_FIELDS 11
 #define TKVI_SEEN_BYTES 12288 /* a bit per field: 23 fields of 4,096 layers, and 4,096 others */
 
 typedef struct tkvi_parser {
@@ -571,10 +571,12 @@ static const tkvi_row tkvi_later_rows[] = {
     TKVI_ROW(tkv_config, meter.heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.tokens, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, meter.every, TKVI_INT, NULL),
+    TKVI_ROW(tkv_config, meter.target, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_config, budget.bytes, TKVI_SIZE, NULL),
     TKVI_ROW(tkv_config, budget.n_levels, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, tiers.n_anchors, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, budget.discard, TKVI_INT, tkvi_words_switch),
+    TKVI_ROW(tkv_config, budget.adapt, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_rope_rows[] = {
@@ -617,6 +619,7 @@ static const tkvi_row tkvi_level_rows[] = {
     TKVI_ROW(tkv_level, warm_tokens, TKVI_INT, tkvi_words_length),
     TKVI_ROW(tkv_level, warm, TKVI_PAIR, NULL),
     TKVI_ROW(tkv_level, archive, TKVI_PAIR, NULL),
+    TKVI_ROW(tkv_level, from_tokens, TKVI_INT, NULL),
 };
 
 static const tkvi_row tkvi_pressure_rows[] = {
@@ -654,6 +657,13 @@ static const tkvi_row tkvi_importance_rows[] = {
     TKVI_ROW(tkv_importance_config, sample_every, TKVI_INT, NULL),
 };
 
+static const tkvi_row tkvi_promotion_rows[] = {
+    TKVI_ROW(tkv_promotion_config, threshold, TKVI_FLOAT, NULL),
+    TKVI_ROW(tkv_promotion_config, per_step, TKVI_INT, NULL),
+    TKVI_ROW(tkv_promotion_config, cooldown, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_promotion_config, every, TKVI_INT, NULL),
+};
+
 #define TKVI_ROWS_OF(rows) rows, (int)(sizeof(rows) / sizeof *(rows))
 
 /* tkvi_parser.seen has a bit for each field: check at compile time that it is large enough. */
@@ -669,6 +679,7 @@ enum {
     TKVI_OF_EVICT,
     TKVI_OF_OFFLOAD,
     TKVI_OF_IMPORTANCE,
+    TKVI_OF_PROMOTION,
     TKVI_OF_LADDER,
     TKVI_OF_LAYERS,
     TKVI_CONFIG_FIELDS
@@ -683,6 +694,7 @@ static const tkvi_fields tkvi_config_fields[TKVI_CONFIG_FIELDS] = {
     {"evict", 0, offsetof(tkv_config, evict), 0, TKVI_ROWS_OF(tkvi_evict_config_rows)},
     {"offload", 0, offsetof(tkv_config, offload), 0, TKVI_ROWS_OF(tkvi_offload_rows)},
     {"importance", 0, offsetof(tkv_config, importance), 0, TKVI_ROWS_OF(tkvi_importance_rows)},
+    {"promotion", 0, offsetof(tkv_config, promotion), 0, TKVI_ROWS_OF(tkvi_promotion_rows)},
     {"budget.ladder", TKV_MAX_LEVELS, 0, sizeof(tkv_level), TKVI_ROWS_OF(tkvi_level_rows)},
     {"layers", TKVI_MAX_LAYERS, 0, sizeof(tkv_layer_config), TKVI_ROWS_OF(tkvi_layer_rows)},
 };
@@ -1138,9 +1150,11 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
         if (!r.highest[a->group]) continue;
         r.base[a->group] = list = tkvi_member_pointer(room, a->room_at);
         memset(list, 0, (size_t)tkvi_member_int(&full, a->count) * r.fields[a->group].stride);
-        memcpy((char *)&full + a->at, &list, sizeof list);
     }
     st = tkvi_parse_all(&r, TKVI_BEGIN);
+    for (i = 0; i < TKVI_ARRAYS; i++) /* after a preset, which can have a ladder of its own */
+        if (r.highest[tkvi_arrays[i].group])
+            memcpy((char *)&full + tkvi_arrays[i].at, &r.base[tkvi_arrays[i].group], sizeof(void *));
     if (!st) st = tkvi_parse_all(&r, TKVI_TAKE);
     if (!st) *cfg = full;
     return st;

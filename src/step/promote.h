@@ -7,7 +7,8 @@
 #ifndef TKVI_STEP_PROMOTE_H
 #define TKVI_STEP_PROMOTE_H
 
-#include "step/sequence.h"
+#include "cache/lookup.h"
+#include "reclaim/budget.h"
 
 TKV_API tkv_status tkv_offload(tkv_cache *kv, int seq, int layer, int n_blocks, int *done) {
     int l, i, n = 0;

@@ -8,7 +8,7 @@
 #ifndef TKVI_STEP_PROMOTION_H
 #define TKVI_STEP_PROMOTION_H
 
-#include "step/recompute.h"
+#include "step/promote.h"
 #include "step/ranking.h"
 
 /* *score is the importance of the block's most important token. Returns 0 if the block has no live tokens. */
@@ -67,6 +67,46 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
         ++*done;
     }
     return st;
+}
+
+/* Codes promoted blocks again that matter less than half of the threshold, at most `most` of them. */
+static void tkvi_return_blocks(const tkvi_ranking *r, int seq, int layer, const tkvi_promoting *p, int most) {
+    const tkvi_list *list = r->list;
+    int i;
+    for (i = list->sinks; i < list->sinks + list->archive + list->warm && most > 0; i++) {
+        const tkvi_block *b = tkvi_block_of(r->kv, r->ids[i]);
+        const int moved = r->kv->pool.token_meta[r->ids[i]].moved_at;
+        float score = 0.0f;
+        if (!b->copy_layout || b->refs > 1 || b->tier == TKV_TIER_HOT || tkvi_is_offloaded(b) ||
+            !tkvi_is_hot_layout(r->kv, layer, b->layout) || tkvi_has_named_sinks(&r->kv->pool, r->ids[i]))
+            continue;
+        if (moved && p->now - (moved - 1) < p->cooldown) continue;
+        if (tkvi_block_matters(r, i, &score) && score >= .5f * p->threshold) continue;
+        if (!tkvi_demote_block(r->kv, seq, layer, i,
+                               tkvi_layout_of(&r->kv->tables, layer, (tkv_tier)b->tier)))
+            return;
+        most--;
+    }
+}
+
+/* Promotion by cfg.promotion, after the tokens from index `from` on were appended to a layer. A block stays as it is if
+ * memory is short, or if the store fails. */
+static void tkvi_promote_by_itself(tkv_cache *kv, int seq, int layer, int from) {
+    const tkv_promotion_config *cfg = &kv->tables.cfg.promotion;
+    tkvi_ranking r;
+    tkvi_promoting best;
+    tkv_promotion p;
+    int done = 0;
+    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every || !kv->pool.token_meta) return;
+    if (tkvi_has_budget(kv) ? tkvi_is_pressed(kv, 9) : kv->pool.keep_all) return;
+    if (tkvi_list_of(kv, seq, layer)->len / cfg->every == from / cfg->every || tkvi_has_reservation(kv))
+        return;
+    memset(&p, 0, sizeof p);
+    p.by.cfg = *cfg;
+    if (tkvi_ranking_init(&r, kv, seq, layer) || !tkvi_promoting_begin(&best, &p.by, r.list->len)) return;
+    if (!tkvi_has_budget(kv)) tkvi_return_blocks(&r, seq, layer, &best, best.room);
+    tkvi_offer_blocks(&r, layer, &p, &best);
+    (void)tkvi_promote_candidates(&r, seq, layer, &p, &best, &done);
 }
 
 TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_promotion *p) {

@@ -6,7 +6,8 @@
 #ifndef TKVI_STEP_RANKING_H
 #define TKVI_STEP_RANKING_H
 
-#include "step/sequence.h"
+#include "cache/lookup.h"
+#include "reclaim/budget.h"
 
 /* One layer of one sequence. newest: tkvi_token_score_newest of its list. */
 typedef struct tkvi_ranking {

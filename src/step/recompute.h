@@ -11,7 +11,7 @@
 #define TKVI_STEP_RECOMPUTE_H
 
 #include "rules/remat.h"
-#include "step/promote.h"
+#include "step/sequence.h"
 
 /* >>discarded positions */
 /* The first position above `at` that no block of any layer crosses. discarded_only: 1 looks only at discarded

@@ -14,9 +14,10 @@
 #define TKVI_STEP_SEQUENCE_H
 
 #include "cache/lookup.h"
-#include "reclaim/budget.h"
+#include "reclaim/adapt.h"
 #include "reclaim/versions.h"
 #include "reclaim/scores.h"
+#include "step/promotion.h"
 #include "step/shrink.h"
 
 /* Points to the number of slots of a size class that are reserved for a sequence. */
@@ -511,6 +512,8 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
                  token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
     int i, first = 0, has_step = 0, is_covered = 0;
     tkv_status st = TKV_OK;
+    tkvi_follow_length(kv, layer, rows, request->n_rows);
+    tkvi_follow_meter(kv);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
@@ -541,6 +544,9 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         tkvi_store_tokens(kv, rows[i].seq, layer, k, v, p->first_rows ? p->first_rows[i] : first, rows[i].n,
                           p->token_positions ? p->token_positions + first : NULL);
     }
+    for (i = 0; i < request->n_rows; i++)
+        if (rows[i].n && !kv->seq[rows[i].seq].in_step)
+            tkvi_promote_by_itself(kv, rows[i].seq, layer, tkvi_list_of(kv, rows[i].seq, layer)->chunk_start);
     tkvi_count_seen_tokens(kv, layer, total); /* tkv_seq_abort subtracts its part */
     TKVI_ASSERT(!has_budget || kv->pool.keep_all || kv->heap.held <= budget);
     return tkvi_ok(kv);
@@ -749,10 +755,11 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
+        if (list->n) tkvi_promote_by_itself(kv, seq, layer, list->chunk_start);
         list->step_len = list->chunk_start = list->len;
     }
     kv->seq[seq].in_step = 1;
-    return TKV_OK;
+    return tkvi_ok(kv);
 }
 
 TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
@@ -906,6 +913,8 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     request.layer = -1;
     reserved_len = tkvi_max(kv->seq[seq].reserved_len, len + n);
     kv->seq[seq].used = ++kv->call.clock;
+    for (layer = 0; TKVI_HAS_METER && kv->tables.plan[layer].stored_layer != layer;) layer++;
+    tkvi_follow_length(kv, layer, &row, 1);
     tkvi_demand_reservation(kv, seq, reserved_len, &request);
     if (tkvi_has_budget(kv)) {
         st = tkvi_check_request(kv, &request, kv->tables.cfg.budget.bytes);

@@ -300,6 +300,9 @@ static void eviction(void) {
         cfg.importance.sample_every = 8;
         CHECK(config_refused(&cfg, "importance.sample_every is 8;", no_evict));
         cfg = config();
+        cfg.promotion.every = 8;
+        CHECK(config_refused(&cfg, "promotion.every is 8;", no_evict));
+        cfg = config();
         kv = cache(&cfg);
         CHECK(refused(kv, tkv_evict(kv, &p), no_evict));
         CHECK(refused(kv, tkv_seq_pin(kv, 0, 0, 4, TKV_UNLIMITED), no_evict));
@@ -352,6 +355,9 @@ static void offloading(void) {
     cfg.offload.keep_exact = 1;
     if (no_offload) {
         CHECK(config_refused(&cfg, "offload.write is 1;", no_offload));
+        cfg = config();
+        cfg.promotion.every = 8;
+        CHECK(config_refused(&cfg, "promotion.every is 8;", no_evict ? no_evict : no_offload));
         cfg = config();
     }
     kv = cache(&cfg);
@@ -454,12 +460,25 @@ static void metering(void) {
     float score = 0.5f;
     const tkv_status want = no_meter ? TKV_ERR_UNSUPPORTED : TKV_OK;
     size_t needed = 0;
+    tkv_level level[2];
+    memset(level, 0, sizeof level);
     cfg.meter.heads = 1;
     cfg.meter.every = 1;
     if (no_meter) {
         CHECK(config_refused(&cfg, "meter.heads is 1;", no_meter));
         cfg.meter.heads = 0;
+        level[1].from_tokens = 500;
+        cfg.budget.ladder = level;
+        cfg.budget.n_levels = 2;
+        CHECK(config_refused(&cfg, "budget.ladder[1].from_tokens is 500;", no_meter));
+        cfg.budget.ladder = NULL;
+        cfg.budget.n_levels = 0;
+        cfg.budget.adapt = 1;
+        CHECK(config_refused(&cfg, "budget.adapt is 1;", no_meter));
+        cfg.budget.adapt = 0;
     }
+    CHECK((tkv_apply_preset(&cfg, "growing") == TKV_OK) == !no_meter);
+    if (!no_meter) CHECK(tkv_apply_preset(&cfg, "balanced") == TKV_OK);
     kv = cache(&cfg);
     if (!kv) return;
     CHECK(agrees(kv));
