@@ -104,6 +104,7 @@ static const char *const short_plans[] = {"64,none,a40/r40 tables=4096",
 static const char *const rival_plans[] = {
     "name=kivi4-g32-r128 sinks=none hot=128 warm=none archive=kivi4 group=32",
     "name=kivi2-g32-r128 sinks=none hot=128 warm=none archive=kivi2 group=32",
+    "noise-floor",
     "q8_0",
     "q5_0",
     "q4_1",
@@ -116,6 +117,14 @@ static const char *const rival_plans[] = {
     "kvarn-k4v4",
     "kvarn-k4v2",
     "kvarn-k2v2",
+    "oscar",
+    "oscar+tail",
+    "turbo4/turbo3",
+    "turbo4/turbo2",
+    "kvarn-k4v4+tail",
+    "kvarn-k4v4/k4v2",
+    "kvarn-k4v4/k3v3",
+    "kvarn-k4v4/k2v2",
     "kitty",
     "age-8/4/2",
     "streaming"};
@@ -177,6 +186,7 @@ static struct {
     int from, write,
         sample;        /* write: tokens that plans write; 0: they read the window. sample: 1: at random */
     int *text, n_text; /* tokens, without BOS */
+    float *rotations;  /* OSCAR's; NULL: no plan needs them */
     window windows[MAX_WINDOWS];
     passkey keys[MAX_KEYS];
     plan plans[MAX_PLANS];
@@ -540,18 +550,40 @@ static void progress_begin(const char *doing, double total) {
 /* >>tables for the word tables=, made once for all plans and windows: they depend on the model, not on the plan */
 static void progress_of_tokens(int n) { progress(n); }
 
+/* First token behind all windows. */
+static int end_of_windows(void) {
+    int end = 0;
+    for (int i = 0; i < all.n_windows; i++)
+        if (end < all.windows[i].from + all.windows[i].length)
+            end = all.windows[i].from + all.windows[i].length;
+    return end;
+}
+
+/* Makes OSCAR's rotations once, from the first 4,096 tokens behind the windows. Returns 0 if the text ends before. */
+static int learn_rotations(const plan *p) {
+    const int n = all.model.context < 4096 ? all.model.context : 4096, from = end_of_windows();
+    if (!p->rival || p->rival->rule != RIVAL_OSCAR || all.rotations) return 1;
+    if (n > all.n_text - from) {
+        fprintf(stderr, "quality: left out: %s (the text has no %d tokens behind the windows)\n", p->name, n);
+        return 0;
+    }
+    int *tokens = (int *)bench_alloc((size_t)n * sizeof *tokens);
+    copy_piece(all.text, all.n_text, from, n, tokens);
+    all.rotations = rival_learn(&all.model, tokens, n);
+    if (!all.rotations) fail("%s: out of memory", p->name);
+    printf("%s: rotations from tokens %d:%d of %s\n", p->name, from, n, base_name(all.text_path));
+    free(tokens);
+    return 1;
+}
+
 static void learn_tables(void) {
     const int context = all.model.context < 4096 ? all.model.context : 4096;
     int *text = all.text, n_text = all.n_text;
     if (all.tables_path && all.n_lessons) text = read_tokens(all.tables_path, &n_text);
     for (int i = 0; i < all.n_lessons; i++) {
         lesson *p = &all.lessons[i];
-        int *tokens = (int *)bench_alloc((size_t)p->length * sizeof *tokens),
-            from = p->from > 0 ? p->from : 0;
-        for (int j = 0; !all.tables_path && j < all.n_windows; j++) {
-            const window *w = &all.windows[j];
-            if (p->from < 0 && from < w->from + w->length) from = w->from + w->length;
-        }
+        int *tokens = (int *)bench_alloc((size_t)p->length * sizeof *tokens);
+        const int from = p->from >= 0 ? p->from : all.tables_path ? 0 : end_of_windows();
         for (int j = 0; !all.tables_path && j < all.n_windows; j++) {
             const window *w = &all.windows[j];
             if (from < w->from + w->length && w->from < from + p->length)
@@ -637,6 +669,7 @@ static subject subject_create(const plan *p, int max_tokens) {
         tkv_create(&cfg, &s.kv);
         free(layers);
     }
+    if (s.r) s.r->rotations = all.rotations;
     if (!s.r && !s.kv) fail("%s: out of memory", p->name);
     if (p->tables && tkv_load_calibration(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)
         fail("%s: %s", p->name, tkv_get_last_error(s.kv));
@@ -936,9 +969,10 @@ static void keep_known_keys(void) { /* leaves out passkeys that the exact cache 
 }
 
 static void print_head(void) {
-    printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s, windows", base_name(all.model_path),
+    printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s", base_name(all.model_path),
            all.model.n_layers, all.model.n_heads, all.model.n_kv_heads, all.model.head_dim,
            base_name(all.text_path));
+    printf(", windows");
     for (int i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
     if (all.write)
         printf(", %d tokens written, %s\n", all.write, all.sample ? "sampled" : "always the likeliest");
@@ -966,7 +1000,7 @@ static void write_csv(FILE *csv, const plan *p,
         fprintf(csv, "\"%s\",%d,", p->name, p->is_rival);
         if (one) fprintf(csv, "%d:%d,", w->from, w->length);
         else fprintf(csv, "all,");
-        fprintf(csv, "%.4f,%.2f,%.4f,%.7f,%.7f,%.6f,%.4f,%.5f,%.5f,%.4f,%.4f,%d,%d\n", s.bits,
+        fprintf(csv, "%.4f,%.2f,%.4f,%.5e,%.5e,%.5e,%.4f,%.5f,%.5f,%.4f,%.4f,%d,%d\n", s.bits,
                 s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same,
                 exp(s.loss.mean - s.delta.mean), exp(s.loss.mean), 100 * (growth - 1),
                 100 * growth * s.delta.error, count_right(r), all.n_keys);
@@ -990,9 +1024,10 @@ static void print_row(const plan *p, const result *r) {
     if (all.n_rows++ == 0) /* the first row is the exact cache */
         printf("%-30s %5s %7.0f %6.2f %9s   %7s %8s %7s %8.3f\n", "exact", "32.00",
                2 * s.bytes_per_token * s.ratio, 0.5, "-", "-", "-", "-", exp(s.loss.mean - s.delta.mean));
-    printf("%-30s %5s %7.0f %6.2f %9.5f +-%8.5f %8.4f %7.2f %8.3f %+8.2f +-%7.2f", p->name, bits,
-           s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same, exp(s.loss.mean),
-           100 * (growth - 1), 100 * growth * s.delta.error);
+    printf(s.kl.mean < 1e-5 ? "%-30s %5s %7.0f %6.2f %9.1e +-%8.1e %8.1e %7.2f %8.3f %+8.2f +-%7.2f"
+                            : "%-30s %5s %7.0f %6.2f %9.5f +-%8.5f %8.4f %7.2f %8.3f %+8.2f +-%7.2f",
+           p->name, bits, s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same,
+           exp(s.loss.mean), 100 * (growth - 1), 100 * growth * s.delta.error);
     if (all.n_keys) printf("   %2d/%-2d", count_right(r), all.n_keys);
     printf(" ");
     for (int i = 0; all.write && i < all.n_windows; i++) printf(" %d", r[i].agreed);
@@ -1105,7 +1140,7 @@ int main(int argc, char **argv) {
     if (rivals < 0) rivals = !n_plans;
     if (rivals) add_plans(rival_plans, sizeof rival_plans / sizeof *rival_plans, 1);
     for (i = all.n_plans; i-- > 0;)
-        if (!fill_budget(&all.plans[i]))
+        if (!fill_budget(&all.plans[i]) || !learn_rotations(&all.plans[i]))
             memmove(&all.plans[i], &all.plans[i + 1], (size_t)(--all.n_plans - i) * sizeof *all.plans);
     if (!all.n_plans) fail("no plan is left");
     learn_tables();
