@@ -21,6 +21,7 @@
 #include "bench.h"
 #include "calibrate.h"
 #include "rivals.h"
+#include "weights.h"
 
 #include <pthread.h>
 #include <sys/stat.h>
@@ -51,6 +52,10 @@ static const char usage[] =
     "  --csv FILE            writes the table as CSV, one line per plan and window\n"
     "  --positions FILE      writes the KL divergence of each position as CSV (bench/pairs.py compares "
     "plans)\n"
+    "  --weights TYPE        holds the decoded weights as f32, f16 or q8_0 (the file's types)\n"
+    "  --activations TYPE    rounds each vector that weights multiply to f16 or q8_0, as ggml does for "
+    "weights of\n"
+    "                        F16, and of Q8_0 and Q4_1 (f32: it rounds nothing)\n"
     "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
     "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
@@ -182,6 +187,7 @@ typedef struct result {        /* result of a plan in a window, or with a passke
 /* State that all workers share. */
 static struct {
     llama_model model;
+    const char *weights, *activations; /* names of types; NULL: as in the file, none */
     const char *model_path, *text_path, *tables_path, *cache_dir, *needle, *question;
     int from, write,
         sample;        /* write: tokens that plans write; 0: they read the window. sample: 1: at random */
@@ -332,6 +338,7 @@ static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a over wo
 static uint64_t hash_model(const llama_model *m) {
     uint64_t h = hash(14695981039346656037u, &m->rope_theta, sizeof m->rope_theta);
     h = hash(h, &m->rope_halves, sizeof m->rope_halves);
+    if (m->round_inputs) h = hash(h, all.activations, strlen(all.activations));
     h = hash(h, m->embedding.data, (size_t)m->embedding.rows * m->embedding.row_bytes);
     h = hash(h, m->head.data, (size_t)m->head.rows * m->head.row_bytes);
     for (int i = 0; i < m->n_layers; i++)
@@ -972,6 +979,8 @@ static void print_head(void) {
     printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s", base_name(all.model_path),
            all.model.n_layers, all.model.n_heads, all.model.n_kv_heads, all.model.head_dim,
            base_name(all.text_path));
+    if (all.weights) printf(", weights %s", all.weights);
+    if (all.activations) printf(", activations %s", all.activations);
     printf(", windows");
     for (int i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
     if (all.write)
@@ -1080,6 +1089,20 @@ static int option_number(const char *name, const char *value, int least) {
     return n;
 }
 
+static void hold_weights(void) { /* obeys --weights and --activations */
+    const int type = weights_type(all.weights ? all.weights : "f32"),
+              rounded = weights_type(all.activations ? all.activations : "f32");
+    void *memory;
+    if (type < 0) fail("--weights %s: it must be f32, f16 or q8_0", all.weights);
+    if (rounded < 0) fail("--activations %s: it must be f32, f16 or q8_0", all.activations);
+    if (rounded == LLAMA_Q8_0 &&
+        (all.model.dim % 32 || all.model.ffn_dim % 32 || all.model.n_heads * all.model.v_head_dim % 32))
+        fail("--activations q8_0: the model's vectors are no multiples of 32");
+    const char *wrong = all.weights ? weights_hold(&all.model, type, &memory) : NULL;
+    if (wrong) fail("--weights %s: %s", all.weights, wrong);
+    all.model.round_inputs = weights_rounding(rounded);
+}
+
 int main(int argc, char **argv) {
     const char *csv_path = NULL, *positions_path = NULL, *data = getenv("TKV_DATA");
     int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, exact_jobs = 0;
@@ -1110,6 +1133,8 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--csv") == 0) csv_path = value;
         else if (strcmp(name, "--positions") == 0) positions_path = value;
         else if (strcmp(name, "--cache") == 0) all.cache_dir = value;
+        else if (strcmp(name, "--weights") == 0) all.weights = value;
+        else if (strcmp(name, "--activations") == 0) all.activations = value;
         else if (strcmp(name, "--needle") == 0) all.needle = value;
         else if (strcmp(name, "--question") == 0) all.question = value;
         else if (strcmp(name, "--theta") == 0) theta = (float)option_number(name, value, 2);
@@ -1123,6 +1148,7 @@ int main(int argc, char **argv) {
     if (all.model.note[0]) fprintf(stderr, "quality: %s\n", all.model.note);
     if (theta > 0) all.model.rope_theta = theta;
     all.model.rope_halves = halves;
+    hold_weights();
     char text_path[1024];
     snprintf(text_path, sizeof text_path, "%s/text/wiki.test.raw", data && *data ? data : "../shared/data");
     if (!all.text_path) all.text_path = text_path;

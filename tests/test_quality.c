@@ -9,6 +9,7 @@
 #include "../bench/rivals.h"
 
 #include "../bench/calibrate.h"
+#include "../bench/weights.h"
 #include "../examples/plan.h"
 #include "tkv_test.h"
 
@@ -721,6 +722,79 @@ TEST(plans_that_need_tables) {
     }
 }
 
+/* >>weights in another type */
+TEST(fp16_bits) {
+    static const struct {
+        float x;
+        unsigned bits;
+    } known[] = {{0, 0},
+                 {1, 0x3c00},
+                 {-2, 0xc000},
+                 {65504, 0x7bff},
+                 {1e6f, 0x7bff},
+                 {0.1f, 0x2e66},
+                 {1.0f / 16384, 0x0400},
+                 {1.0f / 16777216, 0x0001},
+                 {1e-9f, 0x0000},
+                 {1023.0f / 16777216, 0x03ff},
+                 {-0.33325195f, 0xb555}};
+    unsigned h;
+    size_t i;
+    for (i = 0; i < sizeof known / sizeof *known; i++) CHECK_EQ(weights_half(known[i].x), known[i].bits);
+    for (h = 0; h < 0x7c00; h++) { /* all finite magnitudes */
+        unsigned char p[2];
+        weights_put(p, h, 2);
+        CHECK_EQ(weights_half(llama_half(p)), h);
+        CHECK_EQ(weights_half(-llama_half(p)), h | 0x8000u);
+    }
+}
+
+TEST(weights_in_other_types) {
+    enum { N = 40 };
+    static const int types[] = {LLAMA_F32, LLAMA_F16, LLAMA_Q8_0};
+    static const double error_limit[] = {0, 0.0005,
+                                         0.005}; /* of a value, relative to its row's largest one */
+    int tokens[N], i, j, row;
+    float *before, *after;
+    llama_model m;
+    if (!load_demo_model(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
+    before = (float *)malloc((size_t)(2 * m.vocab) * sizeof *before);
+    REQUIRE(before != NULL);
+    after = before + m.vocab;
+    demo_logits(&m, "noise-floor", NULL, tokens, N, before);
+    for (i = 0; i < 3; i++) {
+        llama_model held = m;
+        void *memory;
+        held.layers = (llama_layer *)malloc((size_t)m.n_layers * sizeof *held.layers);
+        REQUIRE(held.layers != NULL);
+        memcpy(held.layers, m.layers, (size_t)m.n_layers * sizeof *held.layers);
+        CHECK(!weights_hold(&held, types[i], &memory));
+        CHECK_EQ(held.layers[1].w[LLAMA_DOWN].type, types[i]);
+        CHECK(held.layers[1].w[LLAMA_NORM1].data == m.layers[1].w[LLAMA_NORM1].data);
+        CHECK_EQ(held.head.data == held.embedding.data, m.head.data == m.embedding.data);
+        for (row = 0; row < held.layers[1].w[LLAMA_DOWN].rows; row++) {
+            float a[2048], b[2048], largest = 0;
+            llama_row(&m.layers[1].w[LLAMA_DOWN], row, a);
+            llama_row(&held.layers[1].w[LLAMA_DOWN], row, b);
+            for (j = 0; j < m.ffn_dim; j++) largest = fmaxf(largest, fabsf(a[j]));
+            for (j = 0; j < m.ffn_dim; j++) CHECK_NEAR(b[j], a[j], error_limit[i] * (double)largest);
+        }
+        demo_logits(&held, "noise-floor", NULL, tokens, N, after);
+        if (i == 0) CHECK_MEM(after, before, (size_t)m.vocab * sizeof *after);
+        CHECK_LE(llama_divergence(before, after, m.vocab), 0.01);
+        /* Rounded vectors change the result, and little. */
+        held.round_inputs = weights_rounding(types[i]);
+        CHECK_EQ(held.round_inputs == NULL, i == 0);
+        demo_logits(&held, "noise-floor", NULL, tokens, N, after);
+        CHECK_EQ(llama_divergence(before, after, m.vocab) > 1e-9, i > 0);
+        CHECK_LE(llama_divergence(before, after, m.vocab), 0.05);
+        free(held.layers);
+        free(memory);
+    }
+    free(before);
+    llama_free(&m);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(ggml_blocks);
@@ -747,5 +821,7 @@ int main(int argc, char **argv) {
     RUN(loaded_tables_apply_at_once);
     RUN(rotations_of_a_model);
     RUN(plans_that_need_tables);
+    RUN(fp16_bits);
+    RUN(weights_in_other_types);
     return tkv_test_end();
 }
