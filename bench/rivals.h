@@ -15,8 +15,8 @@
  *
  * A name with a slash, such as turbo4/turbo2 or kvarn-k4v4/k2v2, puts a rival into the tiers of the library's default
  * plan: 4 exact sinks, at least 64 exact newest tokens, at least 448 tokens in the first code, older ones in the
- * second, which is made from what the first one holds, as in the library. Tiles of KVarN stay 128 tokens, so 64 to 191
- * tokens are exact and 448 to 575 warm, in its favour.
+ * second. In its favour, the second code is made from the exact values, where the library has those of the warm tier,
+ * and tiles of KVarN stay 128 tokens, so 64 to 191 tokens are exact and 448 to 575 warm.
  *
  * Windows move at the start of a chunk of 64 tokens. So Kitty keeps the newest 128 to 191 values exact instead of
  * 128, in its favour. Bytes follow from the formats; they include metadata, and no other memory.
@@ -233,20 +233,21 @@ static inline const char *rival_refuses(const rival_kind *kind, const llama_mode
 
 /* >>cache */
 typedef struct rival_side { /* K or V of one KV head of one layer */
-    float *p;
-    size_t token, channel; /* strides: K is stored by channel and V by token, so attention adds rows */
-    int dim, rotated;      /* rotated: channels of one Hadamard transform, as in llama.cpp */
-    const float *rotation; /* OSCAR's, see oscar_rotation */
+    float *p, *exact;       /* exact: the appended values, NULL without an archive */
+    size_t token, channel;  /* strides: K is stored by channel and V by token, so attention adds rows */
+    int dim, rotated;       /* rotated: channels of one Hadamard transform, as in llama.cpp */
+    const float *rotation;  /* OSCAR's, see oscar_rotation */
 } rival_side;
 
 typedef struct rival {
     const rival_kind *kind;
     const llama_model *m;
-    int max_tokens, n;      /* n: tokens stored */
-    int budget;             /* StreamingLLM: sinks and window */
-    float *k, *v;           /* [layer][KV head][channel][max_tokens], [layer][KV head][max_tokens][channel] */
-    float *scores;          /* [rows of a chunk][max_tokens] */
-    const float *rotations; /* OSCAR, from rival_learn; NULL for others */
+    int max_tokens, n; /* n: tokens stored */
+    int budget;        /* StreamingLLM: sinks and window */
+    float *k, *v;      /* [layer][KV head][channel][max_tokens], [layer][KV head][max_tokens][channel] */
+    float *exact_k, *exact_v; /* the appended values, for kinds with an archive; NULL for others */
+    float *scores;            /* [rows of a chunk][max_tokens] */
+    const float *rotations;   /* OSCAR, from rival_learn; NULL for others */
     float *angles; /* StreamingLLM: rotation of the sinks for each row of a chunk (rival_set_angles) */
 } rival;
 
@@ -254,6 +255,8 @@ static void rival_destroy(rival *r) {
     if (!r) return;
     free(r->k);
     free(r->v);
+    free(r->exact_k);
+    free(r->exact_v);
     free(r->scores);
     free(r->angles);
     free(r);
@@ -271,9 +274,14 @@ static rival *rival_create(const rival_kind *kind, const llama_model *m, int max
     r->budget = budget;
     r->k = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->head_dim * sizeof *r->k);
     r->v = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->v_head_dim * sizeof *r->v);
+    if (kind->archive) {
+        r->exact_k = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->head_dim * sizeof *r->k);
+        r->exact_v = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->v_head_dim * sizeof *r->v);
+    }
     r->scores = (float *)malloc(rows * (size_t)max_tokens * sizeof *r->scores);
     r->angles = (float *)malloc((size_t)(RIVAL_CHUNK * m->rope_dim + m->rope_dim) * sizeof *r->angles);
-    if (r->k && r->v && r->scores && r->angles) return r;
+    const int has_exact = !kind->archive || (r->exact_k && r->exact_v);
+    if (r->k && r->v && has_exact && r->scores && r->angles) return r;
     rival_destroy(r);
     return NULL;
 }
@@ -288,6 +296,8 @@ static rival_side rival_side_of(const rival *r, tkv_side side, int layer, int he
     rival_side s;
     s.dim = side == TKV_K ? r->m->head_dim : r->m->v_head_dim;
     s.p = (side == TKV_K ? r->k : r->v) + index * (size_t)s.dim * max_tokens;
+    s.exact = side == TKV_K ? r->exact_k : r->exact_v;
+    if (s.exact) s.exact += index * (size_t)s.dim * max_tokens;
     s.token = side == TKV_K ? 1 : (size_t)s.dim;
     s.channel = side == TKV_K ? max_tokens : 1;
     s.rotated = side == TKV_K ? s.dim & -s.dim : 64;
@@ -572,14 +582,26 @@ static void rival_code_pages(const rival_kind *kind, const rival_side *s, tkv_si
     for (; kind->rule == RIVAL_KVARN && from < to; from += RIVAL_PAGE) rival_code_kvarn(kind, s, side, from);
 }
 
+/* Copies tokens from to `to` - 1 of a side between arrays of its shape. */
+static void rival_copy(const rival_side *s, const float *source, float *target, int from, int to) {
+    for (int t = from; t < to; t++)
+        for (int c = 0; c < s->dim; c++) {
+            const size_t at = (size_t)t * s->token + (size_t)c * s->channel;
+            target[at] = source[at];
+        }
+}
+
 /* Codes tokens that are due when the length grows from `before` to n tokens. */
 static void rival_age(const rival *r, const rival_side *s, tkv_side side, int before, int n) {
     const rival_kind *kind = r->kind;
     int from = rival_coded(kind, before), to = rival_coded(kind, n), t;
     rival_code_pages(kind, s, side, from, to);
-    if (kind->archive)
-        rival_code_pages(rival_find(kind->archive), s, side, rival_archived(kind, before),
-                         rival_archived(kind, n));
+    if (kind->archive) {
+        from = rival_archived(kind, before);
+        to = rival_archived(kind, n);
+        rival_copy(s, s->exact, s->p, from, to);
+        rival_code_pages(rival_find(kind->archive), s, side, from, to);
+    }
     if (kind->rule == RIVAL_KITTY && side == TKV_K)
         for (; from < to; from += RIVAL_PAGE)
             rival_code_channels(s, from, from + RIVAL_PAGE, 2, s->dim / 4, 4);
@@ -795,6 +817,7 @@ static tkv_status rival_attention(void *ctx, int layer, const float *q, const fl
                 for (int c = 0; c < s[side].dim; c++)
                     s[side].p[(size_t)(before + t) * s[side].token + (size_t)c * s[side].channel] =
                         from[(size_t)(t * m->n_kv_heads + head) * (size_t)s[side].dim + (size_t)c];
+            if (s[side].exact) rival_copy(&s[side], s[side].p, s[side].exact, before, before + n);
             if (r->kind->rule == RIVAL_APPEND) rival_code_rows(r->kind, &s[side], before, before + n);
             if (r->kind->rule == RIVAL_AGE) /* the newest tokens have 8 bits */
                 for (int t = before; t < before + n; t += 32)
@@ -831,13 +854,16 @@ static tkv_status rival_listen(void *ctx, int layer, const float *q, const float
 /* Adds v v^T of n tokens, each weighted by k^T C k, to sum [v_head_dim][v_head_dim]. C is the queries' covariance. */
 static void rival_weigh_values(const rival_side *k, const rival_side *v, int n, const double *c,
                                double *sum) {
+    float key[TKV_MAX_HEAD_DIM];
     for (int t = 0; t < n; t++) {
-        const float *key = k->p + (size_t)t * k->token, *value = v->p + (size_t)t * v->token;
+        const float *value = v->p + (size_t)t * v->token;
         double weight = 0;
-        for (int a = 0; a < k->dim; a++)
-            for (int b = 0; b < k->dim; b++)
-                weight += (double)key[(size_t)a * k->channel] * c[a * k->dim + b] *
-                          (double)key[(size_t)b * k->channel];
+        for (int a = 0; a < k->dim; a++) key[a] = k->p[(size_t)t * k->token + (size_t)a * k->channel];
+        for (int a = 0; a < k->dim; a++) {
+            double product = 0;
+            for (int b = 0; b < k->dim; b++) product += c[a * k->dim + b] * (double)key[b];
+            weight += product * (double)key[a];
+        }
         for (int a = 0; a < v->dim; a++)
             for (int b = 0; b < v->dim; b++) sum[a * v->dim + b] += weight * (double)(value[a] * value[b]);
     }
