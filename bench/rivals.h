@@ -466,10 +466,10 @@ static void rival_code_kvarn(const rival_kind *kind, const rival_side *s, tkv_si
 }
 
 /* >>OSCAR (arXiv 2605.17757): K is rotated by U H P. U holds the eigenvectors of the queries' covariance, largest
- * eigenvalue first. H is the Hadamard transform, and P reverses the bits of the channels' numbers. For V the covariance
- * is that of the values, each weighted by the sum of its key's squared scores. A rotated row is clipped at a quantile of
- * its magnitudes, and coded with 2 bits in groups of 128 channels. Each KV head has its own rotations, as in the
- * authors' second version, since one per layer failed on some models. */
+ * eigenvalue first. H is the Hadamard transform, and P reverses the bits of the channels' numbers. For V the
+ * covariance is that of the values, each weighted by the sum of its key's squared scores. A rotated row is clipped at a
+ * quantile of its magnitudes, and coded with 2 bits in groups of 128 channels. Each KV head has its own rotations, as in
+ * the authors' second version, since one per layer failed on some models. */
 enum { OSCAR_GROUP = 128 };
 
 /* Replaces the symmetric a [n][n] by its eigenvalues on the diagonal, with eigenvectors as columns of u (Jacobi). */
