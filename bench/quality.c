@@ -21,6 +21,7 @@
 #include "bench.h"
 #include "calibrate.h"
 #include "rivals.h"
+#include "weights.h"
 
 #include <pthread.h>
 #include <sys/stat.h>
@@ -51,6 +52,10 @@ static const char usage[] =
     "  --csv FILE            writes the table as CSV, one line per plan and window\n"
     "  --positions FILE      writes the KL divergence of each position as CSV (bench/pairs.py compares "
     "plans)\n"
+    "  --weights TYPE        holds the decoded weights as f32, f16 or q8_0 (the file's types)\n"
+    "  --activations TYPE    rounds each vector that weights multiply to f16 or q8_0, as ggml does for "
+    "weights of\n"
+    "                        F16, and of Q8_0 and Q4_1 (f32: it rounds nothing)\n"
     "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
     "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
@@ -105,6 +110,7 @@ static const char *const short_plans[] = {"64,none,a40/r40 tables=4096",
 static const char *const rival_plans[] = {
     "name=kivi4-g32-r128 sinks=none hot=128 warm=none archive=kivi4 group=32",
     "name=kivi2-g32-r128 sinks=none hot=128 warm=none archive=kivi2 group=32",
+    "noise-floor",
     "q8_0",
     "q5_0",
     "q4_1",
@@ -117,6 +123,14 @@ static const char *const rival_plans[] = {
     "kvarn-k4v4",
     "kvarn-k4v2",
     "kvarn-k2v2",
+    "oscar",
+    "oscar+tail",
+    "turbo4/turbo3",
+    "turbo4/turbo2",
+    "kvarn-k4v4+tail",
+    "kvarn-k4v4/k4v2",
+    "kvarn-k4v4/k3v3",
+    "kvarn-k4v4/k2v2",
     "kitty",
     "age-8/4/2",
     "streaming"};
@@ -175,10 +189,12 @@ typedef struct result {        /* result of a plan in a window, or with a passke
 /* State that all workers share. */
 static struct {
     llama_model model;
+    const char *weights, *activations; /* names of types; NULL: as in the file, none */
     const char *model_path, *text_path, *tables_path, *cache_dir, *needle, *question;
     int from, write,
         sample;        /* write: tokens that plans write; 0: they read the window. sample: 1: at random */
     int *text, n_text; /* tokens, without BOS */
+    float *rotations;  /* OSCAR's; NULL: no plan needs them */
     window windows[MAX_WINDOWS];
     passkey keys[MAX_KEYS];
     plan plans[MAX_PLANS];
@@ -375,6 +391,7 @@ static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a over wo
 static uint64_t hash_model(const llama_model *m) {
     uint64_t h = hash(14695981039346656037u, &m->rope_theta, sizeof m->rope_theta);
     h = hash(h, &m->rope_halves, sizeof m->rope_halves);
+    if (m->round_inputs) h = hash(h, all.activations, strlen(all.activations));
     h = hash(h, m->embedding.data, (size_t)m->embedding.rows * m->embedding.row_bytes);
     h = hash(h, m->head.data, (size_t)m->head.rows * m->head.row_bytes);
     for (int i = 0; i < m->n_layers; i++)
@@ -593,18 +610,40 @@ static void progress_begin(const char *doing, double total) {
 /* >>tables for the word tables=, made once for all plans and windows: they depend on the model, not on the plan */
 static void progress_of_tokens(int n) { progress(n); }
 
+/* First token behind all windows. */
+static int end_of_windows(void) {
+    int end = 0;
+    for (int i = 0; i < all.n_windows; i++)
+        if (end < all.windows[i].from + all.windows[i].length)
+            end = all.windows[i].from + all.windows[i].length;
+    return end;
+}
+
+/* Makes OSCAR's rotations once, from the first 4,096 tokens behind the windows. Returns 0 if the text ends before. */
+static int learn_rotations(const plan *p) {
+    const int n = all.model.context < 4096 ? all.model.context : 4096, from = end_of_windows();
+    if (!p->rival || p->rival->rule != RIVAL_OSCAR || all.rotations) return 1;
+    if (n > all.n_text - from) {
+        fprintf(stderr, "quality: left out: %s (the text has no %d tokens behind the windows)\n", p->name, n);
+        return 0;
+    }
+    int *tokens = (int *)bench_alloc((size_t)n * sizeof *tokens);
+    copy_piece(all.text, all.n_text, from, n, tokens);
+    all.rotations = rival_learn(&all.model, tokens, n);
+    if (!all.rotations) fail("%s: out of memory", p->name);
+    printf("%s: rotations from tokens %d:%d of %s\n", p->name, from, n, base_name(all.text_path));
+    free(tokens);
+    return 1;
+}
+
 static void learn_tables(void) {
     const int context = all.model.context < 4096 ? all.model.context : 4096;
     int *text = all.text, n_text = all.n_text;
     if (all.tables_path && all.n_lessons) text = read_tokens(all.tables_path, &n_text);
     for (int i = 0; i < all.n_lessons; i++) {
         lesson *p = &all.lessons[i];
-        int *tokens = (int *)bench_alloc((size_t)p->length * sizeof *tokens),
-            from = p->from > 0 ? p->from : 0;
-        for (int j = 0; !all.tables_path && j < all.n_windows; j++) {
-            const window *w = &all.windows[j];
-            if (p->from < 0 && from < w->from + w->length) from = w->from + w->length;
-        }
+        int *tokens = (int *)bench_alloc((size_t)p->length * sizeof *tokens);
+        const int from = p->from >= 0 ? p->from : all.tables_path ? 0 : end_of_windows();
         for (int j = 0; !all.tables_path && j < all.n_windows; j++) {
             const window *w = &all.windows[j];
             if (from < w->from + w->length && w->from < from + p->length)
@@ -696,6 +735,7 @@ static subject subject_create(const plan *p, int max_tokens) {
         tkv_create(&cfg, &s.kv);
         free(layers);
     }
+    if (s.r) s.r->rotations = all.rotations;
     if (!s.r && !s.kv) fail("%s: out of memory", p->name);
     if (p->tables && tkv_load_calibration(s.kv, p->tables->tables, p->tables->bytes) != TKV_OK)
         fail("%s: %s", p->name, tkv_get_last_error(s.kv));
@@ -999,9 +1039,12 @@ static void keep_known_keys(void) { /* leaves out passkeys that the exact cache 
 }
 
 static void print_head(void) {
-    printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s, windows", base_name(all.model_path),
+    printf("%s: %d layers, %d query and %d KV heads, head_dim %d; %s", base_name(all.model_path),
            all.model.n_layers, all.model.n_heads, all.model.n_kv_heads, all.model.head_dim,
            base_name(all.text_path));
+    if (all.weights) printf(", weights %s", all.weights);
+    if (all.activations) printf(", activations %s", all.activations);
+    printf(", windows");
     for (int i = 0; i < all.n_windows; i++) printf(" %d:%d", all.windows[i].from, all.windows[i].length);
     if (all.write)
         printf(", %d tokens written, %s\n", all.write, all.sample ? "sampled" : "always the likeliest");
@@ -1029,7 +1072,7 @@ static void write_csv(FILE *csv, const plan *p,
         fprintf(csv, "\"%s\",%d,", p->name, p->is_rival);
         if (one) fprintf(csv, "%d:%d,", w->from, w->length);
         else fprintf(csv, "all,");
-        fprintf(csv, "%.4f,%.2f,%.4f,%.7f,%.7f,%.6f,%.4f,%.5f,%.5f,%.4f,%.4f,%d,%d\n", s.bits,
+        fprintf(csv, "%.4f,%.2f,%.4f,%.5e,%.5e,%.5e,%.4f,%.5f,%.5f,%.4f,%.4f,%d,%d\n", s.bits,
                 s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same,
                 exp(s.loss.mean - s.delta.mean), exp(s.loss.mean), 100 * (growth - 1),
                 100 * growth * s.delta.error, count_right(r), all.n_keys);
@@ -1053,9 +1096,10 @@ static void print_row(const plan *p, const result *r) {
     if (all.n_rows++ == 0) /* the first row is the exact cache */
         printf("%-30s %5s %7.0f %6.2f %9s   %7s %8s %7s %8.3f\n", "exact", "32.00",
                2 * s.bytes_per_token * s.ratio, 0.5, "-", "-", "-", "-", exp(s.loss.mean - s.delta.mean));
-    printf("%-30s %5s %7.0f %6.2f %9.5f +-%8.5f %8.4f %7.2f %8.3f %+8.2f +-%7.2f", p->name, bits,
-           s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same, exp(s.loss.mean),
-           100 * (growth - 1), 100 * growth * s.delta.error);
+    printf(s.kl.mean < 1e-5 ? "%-30s %5s %7.0f %6.2f %9.1e +-%8.1e %8.1e %7.2f %8.3f %+8.2f +-%7.2f"
+                            : "%-30s %5s %7.0f %6.2f %9.5f +-%8.5f %8.4f %7.2f %8.3f %+8.2f +-%7.2f",
+           p->name, bits, s.bytes_per_token, s.ratio, s.kl.mean, s.kl.error, s.kl_999, s.same,
+           exp(s.loss.mean), 100 * (growth - 1), 100 * growth * s.delta.error);
     if (all.n_keys) printf("   %2d/%-2d", count_right(r), all.n_keys);
     printf(" ");
     for (int i = 0; all.write && i < all.n_windows; i++) printf(" %d", r[i].agreed);
@@ -1108,6 +1152,20 @@ static int option_number(const char *name, const char *value, int least) {
     return n;
 }
 
+static void hold_weights(void) { /* obeys --weights and --activations */
+    const int type = weights_type(all.weights ? all.weights : "f32"),
+              rounded = weights_type(all.activations ? all.activations : "f32");
+    void *memory;
+    if (type < 0) fail("--weights %s: it must be f32, f16 or q8_0", all.weights);
+    if (rounded < 0) fail("--activations %s: it must be f32, f16 or q8_0", all.activations);
+    if (rounded == LLAMA_Q8_0 &&
+        (all.model.dim % 32 || all.model.ffn_dim % 32 || all.model.n_heads * all.model.v_head_dim % 32))
+        fail("--activations q8_0: the model's vectors are no multiples of 32");
+    const char *wrong = all.weights ? weights_hold(&all.model, type, &memory) : NULL;
+    if (wrong) fail("--weights %s: %s", all.weights, wrong);
+    all.model.round_inputs = weights_rounding(rounded);
+}
+
 int main(int argc, char **argv) {
     const char *csv_path = NULL, *positions_path = NULL, *data = getenv("TKV_DATA");
     int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, exact_jobs = 0;
@@ -1138,6 +1196,8 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--csv") == 0) csv_path = value;
         else if (strcmp(name, "--positions") == 0) positions_path = value;
         else if (strcmp(name, "--cache") == 0) all.cache_dir = value;
+        else if (strcmp(name, "--weights") == 0) all.weights = value;
+        else if (strcmp(name, "--activations") == 0) all.activations = value;
         else if (strcmp(name, "--needle") == 0) all.needle = value;
         else if (strcmp(name, "--question") == 0) all.question = value;
         else if (strcmp(name, "--theta") == 0) theta = (float)option_number(name, value, 2);
@@ -1151,6 +1211,7 @@ int main(int argc, char **argv) {
     if (all.model.note[0]) fprintf(stderr, "quality: %s\n", all.model.note);
     if (theta > 0) all.model.rope_theta = theta;
     all.model.rope_halves = halves;
+    hold_weights();
     char text_path[1024];
     snprintf(text_path, sizeof text_path, "%s/text/wiki.test.raw", data && *data ? data : "../shared/data");
     if (!all.text_path) all.text_path = text_path;
@@ -1168,7 +1229,7 @@ int main(int argc, char **argv) {
     if (rivals < 0) rivals = !n_plans;
     if (rivals) add_plans(rival_plans, sizeof rival_plans / sizeof *rival_plans, 1);
     for (i = all.n_plans; i-- > 0;)
-        if (!fill_budget(&all.plans[i]))
+        if (!fill_budget(&all.plans[i]) || !learn_rotations(&all.plans[i]))
             memmove(&all.plans[i], &all.plans[i + 1], (size_t)(--all.n_plans - i) * sizeof *all.plans);
     if (!all.n_plans) fail("no plan is left");
     learn_tables();

@@ -8,8 +8,15 @@
  *   coded in pages        groups per token as in the QuantizedCache of Hugging Face Transformers; Kitty (arXiv
  *                         2511.18643)
  *                         KVarN (arXiv 2606.03458) in tiles of 128 tokens
+ *                         OSCAR (arXiv 2605.17757): 2 bits after a rotation per head, which a text teaches
  *   recoded by age        AgeTieredKV of VeloxQuant-MLX
- *   never coded           StreamingLLM (arXiv 2309.17453), which evicts tokens instead
+ *   never coded           StreamingLLM (arXiv 2309.17453), which evicts tokens instead; noise-floor, an exact cache
+ *                         whose attention adds in another order than the library's
+ *
+ * A name with a slash, such as turbo4/turbo2 or kvarn-k4v4/k2v2, puts a rival into the tiers of the library's default
+ * plan: 4 exact sinks, at least 64 exact newest tokens, at least 448 tokens in the first code, older ones in the
+ * second. In its favour, the second code is made from the exact values, where the library has those of the warm tier,
+ * and tiles of KVarN stay 128 tokens, so 64 to 191 tokens are exact and 448 to 575 warm.
  *
  * Windows move at the start of a chunk of 64 tokens. So Kitty keeps the newest 128 to 191 values exact instead of
  * 128, in its favour. Bytes follow from the formats; they include metadata, and no other memory.
@@ -22,11 +29,12 @@
 enum { RIVAL_CHUNK = 64, RIVAL_PAGE = 128, RIVAL_TILE = 512, RIVAL_RECENT = 128, RIVAL_MID = 1024 };
 
 /* >>codecs: code and decode in place */
-static float rival_half(float x) { /* rounded to fp16 */
-    int e;
-    frexpf(x, &e);
-    e = e - 11 < -24 ? -24 : e - 11;
-    x = ldexpf(rintf(ldexpf(x, -e)), e);
+static float rival_half(float x) { /* rounded to fp16, to nearest even */
+    uint32_t u;
+    if (fabsf(x) < 1.0f / 16384) return rintf(x * 16777216.0f) / 16777216.0f;
+    memcpy(&u, &x, sizeof u);
+    u = (u + 0xfffu + (u >> 13 & 1u)) & ~0x1fffu;
+    memcpy(&x, &u, sizeof x);
     return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x;
 }
 
@@ -144,11 +152,17 @@ static void rival_turbo2(float *x, int n) {
     rival_turbo(x, n, levels, 2);
 }
 
+static void rival_leave(float *x, int n) { /* codes nothing */
+    (void)x;
+    (void)n;
+}
+
 /* >>kinds */
 typedef enum rival_rule {
     RIVAL_APPEND, /* codes rows in the append */
     RIVAL_KVARN,  /* codes tiles when they are full */
-    RIVAL_PAGES,  /* codes rows when a page is full */
+    RIVAL_OSCAR,
+    RIVAL_PAGES, /* codes rows when a page is full */
     RIVAL_KITTY,
     RIVAL_AGE,
     RIVAL_STREAMING
@@ -161,29 +175,43 @@ typedef struct rival_kind {
     void (*row)(float *x, int n);
     double bits; /* bits of a coded value, metadata included; 0: see rival_bits */
     int hadamard;
-    int k_bits, v_bits; /* KVarN */
+    int k_bits, v_bits;  /* KVarN */
+    int tail;            /* newest tokens that stay exact, at least */
+    int warm;            /* tokens before them that keep this kind's code, at least */
+    const char *archive; /* kind that codes older tokens again; NULL: none */
 } rival_kind;
 
 static const rival_kind rival_kinds[] = {
-    {"q8_0", RIVAL_APPEND, 0, rival_q8_0, 8.5, 0, 0, 0},
-    {"q8_0+h", RIVAL_APPEND, 0, rival_q8_0, 8.5, 1, 0, 0},
-    {"q5_0", RIVAL_APPEND, 0, rival_q5_0, 5.5, 0, 0, 0},
-    {"q5_0+h", RIVAL_APPEND, 0, rival_q5_0, 5.5, 1, 0, 0},
-    {"q4_1", RIVAL_APPEND, 0, rival_q4_1, 5.0, 0, 0, 0},
-    {"q4_1+h", RIVAL_APPEND, 0, rival_q4_1, 5.0, 1, 0, 0},
-    {"q4_0", RIVAL_APPEND, 0, rival_q4_0, 4.5, 0, 0, 0},
-    {"q4_0+h", RIVAL_APPEND, 0, rival_q4_0, 4.5, 1, 0, 0},
-    {"hf-int4", RIVAL_PAGES, 0, rival_int4, 0, 0, 0, 0},
-    {"hf-int2", RIVAL_PAGES, 0, rival_int2, 0, 0, 0, 0},
-    {"turbo4", RIVAL_PAGES, 4, rival_turbo4, 0, 1, 0, 0},
-    {"turbo3", RIVAL_PAGES, 4, rival_turbo3, 0, 1, 0, 0},
-    {"turbo2", RIVAL_PAGES, 4, rival_turbo2, 0, 1, 0, 0},
-    {"kvarn-k4v2", RIVAL_KVARN, 4, NULL, 0, 1, 4, 2},
-    {"kvarn-k4v4", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4},
-    {"kvarn-k2v2", RIVAL_KVARN, 4, NULL, 0, 1, 2, 2},
-    {"kitty", RIVAL_KITTY, 32, rival_int2, 0, 0, 0, 0},
-    {"age-8/4/2", RIVAL_AGE, 0, NULL, 3.0, 0, 0, 0},
-    {"streaming", RIVAL_STREAMING, 4, NULL, 16.0, 0, 0, 0},
+    {"noise-floor", RIVAL_APPEND, 0, rival_leave, 32.0, 0, 0, 0, 0, 0, NULL},
+    {"q8_0", RIVAL_APPEND, 0, rival_q8_0, 8.5, 0, 0, 0, 0, 0, NULL},
+    {"q8_0+h", RIVAL_APPEND, 0, rival_q8_0, 8.5, 1, 0, 0, 0, 0, NULL},
+    {"q5_0", RIVAL_APPEND, 0, rival_q5_0, 5.5, 0, 0, 0, 0, 0, NULL},
+    {"q5_0+h", RIVAL_APPEND, 0, rival_q5_0, 5.5, 1, 0, 0, 0, 0, NULL},
+    {"q4_1", RIVAL_APPEND, 0, rival_q4_1, 5.0, 0, 0, 0, 0, 0, NULL},
+    {"q4_1+h", RIVAL_APPEND, 0, rival_q4_1, 5.0, 1, 0, 0, 0, 0, NULL},
+    {"q4_0", RIVAL_APPEND, 0, rival_q4_0, 4.5, 0, 0, 0, 0, 0, NULL},
+    {"q4_0+h", RIVAL_APPEND, 0, rival_q4_0, 4.5, 1, 0, 0, 0, 0, NULL},
+    {"hf-int4", RIVAL_PAGES, 0, rival_int4, 0, 0, 0, 0, 0, 0, NULL},
+    {"hf-int2", RIVAL_PAGES, 0, rival_int2, 0, 0, 0, 0, 0, 0, NULL},
+    {"turbo4", RIVAL_PAGES, 4, rival_turbo4, 0, 1, 0, 0, 0, 0, NULL},
+    {"turbo3", RIVAL_PAGES, 4, rival_turbo3, 0, 1, 0, 0, 0, 0, NULL},
+    {"turbo2", RIVAL_PAGES, 4, rival_turbo2, 0, 1, 0, 0, 0, 0, NULL},
+    {"kvarn-k4v2", RIVAL_KVARN, 4, NULL, 0, 1, 4, 2, 0, 0, NULL},
+    {"kvarn-k4v4", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4, 0, 0, NULL},
+    {"kvarn-k2v2", RIVAL_KVARN, 4, NULL, 0, 1, 2, 2, 0, 0, NULL},
+    {"kvarn-k3v3", RIVAL_KVARN, 4, NULL, 0, 1, 3, 3, 0, 0, NULL},
+    {"oscar", RIVAL_OSCAR, 64, NULL, 0, 0, 2, 2, 256, 0, NULL},
+    {"oscar+tail", RIVAL_OSCAR, 4, NULL, 0, 0, 2, 2, 64, 0, NULL}, /* with the default plan's exact tokens */
+    /* in the tiers of the library's default plan */
+    {"turbo4/turbo3", RIVAL_PAGES, 4, rival_turbo4, 0, 1, 0, 0, 64, 448, "turbo3"},
+    {"turbo4/turbo2", RIVAL_PAGES, 4, rival_turbo4, 0, 1, 0, 0, 64, 448, "turbo2"},
+    {"kvarn-k4v4+tail", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4, 64, 0, NULL},
+    {"kvarn-k4v4/k4v2", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4, 64, 448, "kvarn-k4v2"},
+    {"kvarn-k4v4/k3v3", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4, 64, 448, "kvarn-k3v3"},
+    {"kvarn-k4v4/k2v2", RIVAL_KVARN, 4, NULL, 0, 1, 4, 4, 64, 448, "kvarn-k2v2"},
+    {"kitty", RIVAL_KITTY, 32, rival_int2, 0, 0, 0, 0, 0, 0, NULL},
+    {"age-8/4/2", RIVAL_AGE, 0, NULL, 3.0, 0, 0, 0, 0, 0, NULL},
+    {"streaming", RIVAL_STREAMING, 4, NULL, 16.0, 0, 0, 0, 0, 0, NULL},
 };
 
 static const rival_kind *rival_find(const char *name) { /* NULL: unknown */
@@ -195,17 +223,20 @@ static const rival_kind *rival_find(const char *name) { /* NULL: unknown */
 /* Returns NULL, or a text about the reason why this rival cannot hold this model. */
 static inline const char *rival_refuses(const rival_kind *kind, const llama_model *m) {
     if (m->head_dim > TKV_MAX_HEAD_DIM || m->v_head_dim > TKV_MAX_HEAD_DIM) return "head_dim is too large";
-    if (kind->rule == RIVAL_APPEND && (m->head_dim % 32 || m->v_head_dim % 32))
+    if (kind->rule == RIVAL_APPEND && kind->row != rival_leave && (m->head_dim % 32 || m->v_head_dim % 32))
         return "head_dim is not a multiple of its 32 values";
+    if (kind->rule == RIVAL_OSCAR && (m->head_dim & (m->head_dim - 1) || m->v_head_dim & (m->v_head_dim - 1)))
+        return "head_dim is not a power of two";
     if (kind->hadamard && (m->head_dim % 64 || m->v_head_dim % 64)) return "head_dim is not a multiple of 64";
     return NULL;
 }
 
 /* >>cache */
 typedef struct rival_side { /* K or V of one KV head of one layer */
-    float *p;
-    size_t token, channel; /* strides: K is stored by channel and V by token, so attention adds rows */
-    int dim, rotated;      /* rotated: channels of one Hadamard transform, as in llama.cpp */
+    float *p, *exact;       /* exact: the appended values, NULL without an archive */
+    size_t token, channel;  /* strides: K is stored by channel and V by token, so attention adds rows */
+    int dim, rotated;       /* rotated: channels of one Hadamard transform, as in llama.cpp */
+    const float *rotation;  /* OSCAR's, see oscar_rotation */
 } rival_side;
 
 typedef struct rival {
@@ -214,14 +245,18 @@ typedef struct rival {
     int max_tokens, n; /* n: tokens stored */
     int budget;        /* StreamingLLM: sinks and window */
     float *k, *v;      /* [layer][KV head][channel][max_tokens], [layer][KV head][max_tokens][channel] */
-    float *scores;     /* [rows of a chunk][max_tokens] */
-    float *angles;     /* StreamingLLM: rotation of the sinks for each row of a chunk (rival_set_angles) */
+    float *exact_k, *exact_v; /* the appended values, for kinds with an archive; NULL for others */
+    float *scores;            /* [rows of a chunk][max_tokens] */
+    const float *rotations;   /* OSCAR, from rival_learn; NULL for others */
+    float *angles; /* StreamingLLM: rotation of the sinks for each row of a chunk (rival_set_angles) */
 } rival;
 
 static void rival_destroy(rival *r) {
     if (!r) return;
     free(r->k);
     free(r->v);
+    free(r->exact_k);
+    free(r->exact_v);
     free(r->scores);
     free(r->angles);
     free(r);
@@ -239,11 +274,20 @@ static rival *rival_create(const rival_kind *kind, const llama_model *m, int max
     r->budget = budget;
     r->k = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->head_dim * sizeof *r->k);
     r->v = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->v_head_dim * sizeof *r->v);
+    if (kind->archive) {
+        r->exact_k = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->head_dim * sizeof *r->k);
+        r->exact_v = (float *)malloc(heads * (size_t)max_tokens * (size_t)m->v_head_dim * sizeof *r->v);
+    }
     r->scores = (float *)malloc(rows * (size_t)max_tokens * sizeof *r->scores);
     r->angles = (float *)malloc((size_t)(RIVAL_CHUNK * m->rope_dim + m->rope_dim) * sizeof *r->angles);
-    if (r->k && r->v && r->scores && r->angles) return r;
+    const int has_exact = !kind->archive || (r->exact_k && r->exact_v);
+    if (r->k && r->v && has_exact && r->scores && r->angles) return r;
     rival_destroy(r);
     return NULL;
+}
+
+static size_t rival_rotation_size(const llama_model *m) { /* floats of a KV head's two rotations */
+    return (size_t)(m->head_dim * m->head_dim + m->v_head_dim * m->v_head_dim);
 }
 
 static rival_side rival_side_of(const rival *r, tkv_side side, int layer, int head) {
@@ -252,21 +296,25 @@ static rival_side rival_side_of(const rival *r, tkv_side side, int layer, int he
     rival_side s;
     s.dim = side == TKV_K ? r->m->head_dim : r->m->v_head_dim;
     s.p = (side == TKV_K ? r->k : r->v) + index * (size_t)s.dim * max_tokens;
+    s.exact = side == TKV_K ? r->exact_k : r->exact_v;
+    if (s.exact) s.exact += index * (size_t)s.dim * max_tokens;
     s.token = side == TKV_K ? 1 : (size_t)s.dim;
     s.channel = side == TKV_K ? max_tokens : 1;
     s.rotated = side == TKV_K ? s.dim & -s.dim : 64;
+    s.rotation = r->rotations ? r->rotations + index * rival_rotation_size(r->m) : NULL;
+    if (s.rotation && side == TKV_V) s.rotation += r->m->head_dim * r->m->head_dim;
     return s;
 }
 
 /* Codes tokens from to `to` - 1 with the kind's row codec. */
-static void rival_code_rows(const rival *r, const rival_side *s, int from, int to) {
+static void rival_code_rows(const rival_kind *kind, const rival_side *s, int from, int to) {
     float x[TKV_MAX_HEAD_DIM];
     for (int t = from; t < to; t++) {
         float *p = s->p + (size_t)t * s->token;
         for (int c = 0; c < s->dim; c++) x[c] = p[(size_t)c * s->channel];
-        for (int c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
-        r->kind->row(x, s->dim);
-        for (int c = 0; r->kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
+        for (int c = 0; kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
+        kind->row(x, s->dim);
+        for (int c = 0; kind->hadamard && c < s->dim; c += s->rotated) rival_hadamard(x + c, s->rotated);
         for (int c = 0; c < s->dim; c++) p[(size_t)c * s->channel] = x[c];
     }
 }
@@ -329,10 +377,12 @@ static double rival_imbalance(const rival_tile *t) {
 }
 
 static void rival_even_out(rival_tile *t) {
+    double row[TKV_MAX_HEAD_DIM], column[TKV_MAX_HEAD_DIM];
+    for (int i = 0; i < t->rows; i++) row[i] = exp(t->row_log[i]);
+    for (int j = 0; j < t->columns; j++) column[j] = exp(t->column_log[j]);
     for (int i = 0; i < t->rows; i++)
         for (int j = 0; j < t->columns; j++)
-            t->even[i * t->columns + j] =
-                (float)((double)t->x[i * t->columns + j] / exp(t->row_log[i]) / exp(t->column_log[j]));
+            t->even[i * t->columns + j] = (float)((double)t->x[i * t->columns + j] / row[i] / column[j]);
 }
 
 static double rival_more_log(double log_factor, double deviation) {
@@ -389,7 +439,7 @@ static void rival_code_tile(rival_tile *t, int bits) {
 }
 
 /* Codes the tile of tokens from `from` on. */
-static void rival_code_kvarn(const rival *r, const rival_side *s, tkv_side side, int from) {
+static void rival_code_kvarn(const rival_kind *kind, const rival_side *s, tkv_side side, int from) {
     rival_tile *t = (rival_tile *)malloc(sizeof *t);
     float x[TKV_MAX_HEAD_DIM];
     if (!t) abort();
@@ -410,32 +460,155 @@ static void rival_code_kvarn(const rival *r, const rival_side *s, tkv_side side,
                 else *in_tile = x[c];
             }
         }
-        if (!pass) rival_code_tile(t, side == TKV_K ? r->kind->k_bits : r->kind->v_bits);
+        if (!pass) rival_code_tile(t, side == TKV_K ? kind->k_bits : kind->v_bits);
     }
     free(t);
 }
 
-/* Returns the number of coded tokens after n tokens. */
+/* >>OSCAR (arXiv 2605.17757): K is rotated by U H P. U holds the eigenvectors of the queries' covariance, largest
+ * eigenvalue first. H is the Hadamard transform, and P reverses the bits of the channels' numbers. For V the
+ * covariance is that of the values, each weighted by the sum of its key's squared scores. A rotated row is clipped at a
+ * quantile of its magnitudes, and coded with 2 bits in groups of 128 channels. Each KV head has its own rotations, as in
+ * the authors' second version, since one per layer failed on some models. */
+enum { OSCAR_GROUP = 128 };
+
+/* Replaces the symmetric a [n][n] by its eigenvalues on the diagonal, with eigenvectors as columns of u (Jacobi). */
+static void oscar_eigen(double *a, int n, double *u) {
+    for (int i = 0; i < n * n; i++) u[i] = i % (n + 1) == 0;
+    for (int sweep = 0; sweep < 12; sweep++)
+        for (int p = 0; p < n; p++)
+            for (int q = p + 1; q < n; q++) {
+                const double apq = a[p * n + q];
+                if (fabs(apq) < 1e-300) continue;
+                const double angle = 0.5 * atan2(2 * apq, a[q * n + q] - a[p * n + p]), c = cos(angle),
+                             s = sin(angle);
+                for (int i = 0; i < n; i++) {
+                    const double x = a[i * n + p], y = a[i * n + q], v = u[i * n + p], w = u[i * n + q];
+                    a[i * n + p] = c * x - s * y, a[i * n + q] = s * x + c * y;
+                    u[i * n + p] = c * v - s * w, u[i * n + q] = s * v + c * w;
+                }
+                for (int i = 0; i < n; i++) {
+                    const double x = a[p * n + i], y = a[q * n + i];
+                    a[p * n + i] = c * x - s * y, a[q * n + i] = s * x + c * y;
+                }
+            }
+}
+
+/* Makes the rotation [n][n] for a covariance [n][n], which it overwrites. n is a power of two. A row x becomes x R. */
+static void oscar_rotation(double *covariance, int n, float *rotation) {
+    double *u = (double *)malloc((size_t)(n * n) * sizeof *u);
+    float row[TKV_MAX_HEAD_DIM];
+    int order[TKV_MAX_HEAD_DIM];
+    if (!u) abort();
+    oscar_eigen(covariance, n, u);
+    for (int i = 0; i < n; i++) {
+        int rank = 0;
+        const double x = covariance[i * (n + 1)];
+        for (int j = 0; j < n; j++)
+            rank += covariance[j * (n + 1)] > x || (!(covariance[j * (n + 1)] < x) && j < i);
+        order[rank] = i;
+    }
+    for (int i = 0; i < n; i++) {
+        for (int j = 0; j < n; j++) row[j] = (float)u[i * n + order[j]];
+        rival_hadamard(row, n);
+        for (int j = 0; j < n; j++) {
+            int reversed = 0;
+            for (int bit = 1; bit < n; bit *= 2) reversed = 2 * reversed + ((j & bit) != 0);
+            rotation[i * n + reversed] = row[j];
+        }
+    }
+    free(u);
+}
+
+static int oscar_compare(const void *a, const void *b) {
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* Codes a rotated row. It is clipped at value n * share of its sorted magnitudes. */
+static void oscar_code(float *x, int n, double share) {
+    float sorted[TKV_MAX_HEAD_DIM];
+    const int at = (int)(share * n) < n ? (int)(share * n) : n - 1;
+    for (int i = 0; i < n; i++) sorted[i] = fabsf(x[i]);
+    qsort(sorted, (size_t)n, sizeof *sorted, oscar_compare);
+    for (int i = 0; i < n; i++)
+        x[i] = x[i] > sorted[at] ? sorted[at] : x[i] < -sorted[at] ? -sorted[at] : x[i];
+    for (int i = 0; i < n; i += OSCAR_GROUP)
+        rival_min_max(x + i, 1, n - i < OSCAR_GROUP ? n - i : OSCAR_GROUP, 2);
+}
+
+static void rival_code_oscar(const rival_side *s, tkv_side side, int from, int to) {
+    const float *rotation = s->rotation;
+    float x[TKV_MAX_HEAD_DIM];
+    if (!rotation) abort();
+    for (int t = from; t < to; t++) {
+        float *p = s->p + (size_t)t * s->token;
+        memset(x, 0, sizeof x);
+        for (int i = 0; i < s->dim; i++)
+            for (int c = 0; c < s->dim; c++) x[c] += p[(size_t)i * s->channel] * rotation[i * s->dim + c];
+        oscar_code(x, s->dim, side == TKV_K ? 0.96 : 0.92);
+        for (int i = 0; i < s->dim; i++) {
+            float sum = 0;
+            for (int c = 0; c < s->dim; c++) sum += x[c] * rotation[i * s->dim + c];
+            p[(size_t)i * s->channel] = sum;
+        }
+    }
+}
+
+/* Returns the number of tokens between the sinks and the newest `exact` ones after n tokens, in whole pages. */
+static int rival_left(const rival_kind *kind, int n, int exact) {
+    const int page = kind->tail && kind->rule != RIVAL_KVARN ? RIVAL_CHUNK : RIVAL_PAGE;
+    const int older = n - kind->sinks - exact;
+    return older < 0 ? 0 : older / page * page;
+}
+
+/* Returns the number of coded tokens after n tokens, sinks included. */
 static int rival_coded(const rival_kind *kind, int n) {
-    const int pages = n < kind->sinks ? 0 : (n - kind->sinks) / RIVAL_PAGE * RIVAL_PAGE;
-    return kind->rule == RIVAL_APPEND || kind->rule == RIVAL_AGE ? n : kind->sinks + pages;
+    if (kind->rule == RIVAL_APPEND || kind->rule == RIVAL_AGE) return n;
+    return kind->sinks + rival_left(kind, n, kind->tail);
+}
+
+/* Returns the number of tokens that the archive's kind has coded after n tokens, sinks included. */
+static int rival_archived(const rival_kind *kind, int n) {
+    return kind->sinks + (kind->archive ? rival_left(kind, n, kind->tail + kind->warm) : 0);
 }
 
 static int rival_age_bits(int age) { return age < RIVAL_RECENT ? 8 : age < RIVAL_MID ? 4 : 2; }
+
+/* Codes tokens from to `to` - 1 with a kind of the rules RIVAL_PAGES, RIVAL_KVARN or RIVAL_OSCAR. */
+static void rival_code_pages(const rival_kind *kind, const rival_side *s, tkv_side side, int from, int to) {
+    if (kind->rule == RIVAL_PAGES) rival_code_rows(kind, s, from, to);
+    if (kind->rule == RIVAL_OSCAR) rival_code_oscar(s, side, from, to);
+    for (; kind->rule == RIVAL_KVARN && from < to; from += RIVAL_PAGE) rival_code_kvarn(kind, s, side, from);
+}
+
+/* Copies tokens from to `to` - 1 of a side between arrays of its shape. */
+static void rival_copy(const rival_side *s, const float *source, float *target, int from, int to) {
+    for (int t = from; t < to; t++)
+        for (int c = 0; c < s->dim; c++) {
+            const size_t at = (size_t)t * s->token + (size_t)c * s->channel;
+            target[at] = source[at];
+        }
+}
 
 /* Codes tokens that are due when the length grows from `before` to n tokens. */
 static void rival_age(const rival *r, const rival_side *s, tkv_side side, int before, int n) {
     const rival_kind *kind = r->kind;
     int from = rival_coded(kind, before), to = rival_coded(kind, n), t;
-    if (kind->rule == RIVAL_PAGES) rival_code_rows(r, s, from, to);
-    for (t = from; kind->rule == RIVAL_KVARN && t < to; t += RIVAL_PAGE) rival_code_kvarn(r, s, side, t);
+    rival_code_pages(kind, s, side, from, to);
+    if (kind->archive) {
+        from = rival_archived(kind, before);
+        to = rival_archived(kind, n);
+        rival_copy(s, s->exact, s->p, from, to);
+        rival_code_pages(rival_find(kind->archive), s, side, from, to);
+    }
     if (kind->rule == RIVAL_KITTY && side == TKV_K)
         for (; from < to; from += RIVAL_PAGE)
             rival_code_channels(s, from, from + RIVAL_PAGE, 2, s->dim / 4, 4);
     if (kind->rule == RIVAL_KITTY && side == TKV_V) {
         from = before - RIVAL_PAGE > kind->sinks ? before - RIVAL_PAGE : kind->sinks;
         to = n - RIVAL_PAGE > kind->sinks ? n - RIVAL_PAGE : kind->sinks;
-        rival_code_rows(r, s, from, to);
+        rival_code_rows(kind, s, from, to);
     }
     if (kind->rule == RIVAL_AGE) /* groups of 32; the age is that of a group's oldest token */
         for (t = 0; t < before; t += 32) {
@@ -453,31 +626,38 @@ static int rival_chunk(const rival_kind *kind, int pos, int left) {
     return n < left ? n : left;
 }
 
+/* Returns the bytes of a coded token in one KV head, for the rules RIVAL_PAGES, RIVAL_KVARN and RIVAL_OSCAR. */
+static double rival_token_bytes(const rival_kind *kind, const llama_model *m) {
+    const double k = m->head_dim, v = m->v_head_dim;
+    const int turbo = kind->row == rival_turbo4   ? 4
+                      : kind->row == rival_turbo3 ? 3
+                      : kind->row == rival_turbo2 ? 2
+                                                  : 0;
+    if (kind->rule ==
+        RIVAL_KVARN) /* K: scale and minimum per channel, a factor per token; V: the other way round */
+        return k * kind->k_bits / 8 + k * 4 / RIVAL_PAGE + 2 + v * kind->v_bits / 8 + 4 + v * 2 / RIVAL_PAGE;
+    if (kind->rule == RIVAL_OSCAR) /* a scale and a minimum per token and group */
+        return (k + v) / 4 + 4 * (ceil(k / OSCAR_GROUP) + ceil(v / OSCAR_GROUP));
+    if (turbo) return (k + v) * turbo / 8 + 4; /* a norm per token */
+    /* a scale and a minimum per token and 64 channels */
+    return (k + v) * (kind->row == rival_int4 ? 4 : 2) / 8 + 4 * (ceil(k / 64) + ceil(v / 64));
+}
+
 /* Returns the bytes of n tokens in all layers. */
 static double rival_bytes(const rival_kind *kind, const llama_model *m, int n, int budget) {
     const double heads = (double)m->n_layers * m->n_kv_heads, k = m->head_dim, v = m->v_head_dim;
     const double fp16 = heads * (k + v) * 2;
-    const int coded = rival_coded(kind, n);
+    const int coded = rival_coded(kind, n), archived = rival_archived(kind, n);
     double bytes = 0;
     int t;
     switch (kind->rule) {
     case RIVAL_APPEND: bytes = n * heads * (k + v) * kind->bits / 8; break;
-    case RIVAL_KVARN: /* K: scale and minimum per channel, a factor per token; V: the other way round */
-        bytes = (coded - kind->sinks) * heads *
-                (k * kind->k_bits / 8 + k * 4 / (double)RIVAL_PAGE + 2 + v * kind->v_bits / 8 + 4 +
-                 v * 2 / (double)RIVAL_PAGE);
-        bytes += (n - coded + kind->sinks) * fp16;
-        break;
-    case RIVAL_PAGES: /* TurboQuant: a norm per token */
-        t = kind->row == rival_turbo4 ? 4 : kind->row == rival_turbo3 ? 3 : kind->row == rival_turbo2 ? 2 : 0;
-        if (t) {
-            bytes = (coded - kind->sinks) * heads * ((k + v) * t / 8 + 4) + (n - coded + kind->sinks) * fp16;
-            break;
-        }
-        /* a scale and a minimum per token and 64 channels */
-        t = kind->row == rival_int4 ? 4 : 2;
-        bytes = coded * heads * ((k + v) * t / 8 + 4 * (ceil(k / 64) + ceil(v / 64)));
-        bytes += (n - coded) * fp16;
+    case RIVAL_KVARN:
+    case RIVAL_OSCAR:
+    case RIVAL_PAGES:
+        bytes = (coded - archived) * heads * rival_token_bytes(kind, m) + (n - coded + kind->sinks) * fp16;
+        if (kind->archive)
+            bytes += (archived - kind->sinks) * heads * rival_token_bytes(rival_find(kind->archive), m);
         break;
     case RIVAL_KITTY: /* K: a scale and a minimum per channel and page, and a bit for its width */
         bytes = (coded - kind->sinks) * heads * (k * 2.5 + k * 33 / (double)RIVAL_PAGE) / 8;
@@ -637,7 +817,8 @@ static tkv_status rival_attention(void *ctx, int layer, const float *q, const fl
                 for (int c = 0; c < s[side].dim; c++)
                     s[side].p[(size_t)(before + t) * s[side].token + (size_t)c * s[side].channel] =
                         from[(size_t)(t * m->n_kv_heads + head) * (size_t)s[side].dim + (size_t)c];
-            if (r->kind->rule == RIVAL_APPEND) rival_code_rows(r, &s[side], before, before + n);
+            if (s[side].exact) rival_copy(&s[side], s[side].p, s[side].exact, before, before + n);
+            if (r->kind->rule == RIVAL_APPEND) rival_code_rows(r->kind, &s[side], before, before + n);
             if (r->kind->rule == RIVAL_AGE) /* the newest tokens have 8 bits */
                 for (int t = before; t < before + n; t += 32)
                     rival_code_channels(&s[side], t, t + 32 < before + n ? t + 32 : before + n, 8, 0, 0);
@@ -648,6 +829,73 @@ static tkv_status rival_attention(void *ctx, int layer, const float *q, const fl
     }
     if (layer == m->n_layers - 1) r->n += n;
     return TKV_OK;
+}
+
+/* >>learning OSCAR's rotations */
+typedef struct rival_lesson {
+    rival *r;
+    double *q; /* [layer][KV head][head_dim][head_dim], sum of q q^T */
+} rival_lesson;
+
+static tkv_status rival_listen(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                               float *out) { /* the llama_attention of a rival_lesson */
+    const rival_lesson *l = (const rival_lesson *)ctx;
+    const llama_model *m = l->r->m;
+    const int dim = m->head_dim, group = m->n_heads / m->n_kv_heads;
+    for (int i = 0; i < n * m->n_heads; i++) {
+        const float *x = q + (size_t)i * (size_t)dim;
+        double *sum = l->q + (size_t)(layer * m->n_kv_heads + i % m->n_heads / group) * (size_t)(dim * dim);
+        for (int a = 0; a < dim; a++)
+            for (int b = 0; b < dim; b++) sum[a * dim + b] += (double)(x[a] * x[b]);
+    }
+    return rival_attention(l->r, layer, q, k, v, n, out);
+}
+
+/* Adds v v^T of n tokens, each weighted by k^T C k, to sum [v_head_dim][v_head_dim]. C is the queries' covariance. */
+static void rival_weigh_values(const rival_side *k, const rival_side *v, int n, const double *c,
+                               double *sum) {
+    float key[TKV_MAX_HEAD_DIM];
+    for (int t = 0; t < n; t++) {
+        const float *value = v->p + (size_t)t * v->token;
+        double weight = 0;
+        for (int a = 0; a < k->dim; a++) key[a] = k->p[(size_t)t * k->token + (size_t)a * k->channel];
+        for (int a = 0; a < k->dim; a++) {
+            double product = 0;
+            for (int b = 0; b < k->dim; b++) product += c[a * k->dim + b] * (double)key[b];
+            weight += product * (double)key[a];
+        }
+        for (int a = 0; a < v->dim; a++)
+            for (int b = 0; b < v->dim; b++) sum[a * v->dim + b] += weight * (double)(value[a] * value[b]);
+    }
+}
+
+/* Makes the rotations of all KV heads from a text of n tokens. The caller frees them; NULL: out of memory. */
+static inline float *rival_learn(const llama_model *m, const int *tokens, int n) {
+    const int heads = m->n_layers * m->n_kv_heads, k_size = m->head_dim * m->head_dim;
+    rival_lesson l;
+    l.r = rival_create(rival_find("noise-floor"), m, n, 0);
+    l.q = (double *)calloc((size_t)(heads * k_size), sizeof *l.q);
+    float *rotations = (float *)malloc((size_t)heads * rival_rotation_size(m) * sizeof *rotations);
+    double *values = (double *)malloc((size_t)(m->v_head_dim * m->v_head_dim) * sizeof *values);
+    tkv_status status = l.r && l.q && rotations && values ? TKV_OK : TKV_ERR_NOMEM;
+    for (int pos = 0, step; status == TKV_OK && pos < n; pos += step) {
+        step = n - pos < RIVAL_CHUNK ? n - pos : RIVAL_CHUNK;
+        status = llama_forward_with(m, tokens + pos, step, pos, rival_listen, &l, NULL, 0);
+    }
+    for (int i = 0; status == TKV_OK && i < heads; i++) {
+        const rival_side k = rival_side_of(l.r, TKV_K, i / m->n_kv_heads, i % m->n_kv_heads);
+        const rival_side v = rival_side_of(l.r, TKV_V, i / m->n_kv_heads, i % m->n_kv_heads);
+        float *to = rotations + (size_t)i * rival_rotation_size(m);
+        memset(values, 0, (size_t)(v.dim * v.dim) * sizeof *values);
+        rival_weigh_values(&k, &v, n, l.q + (size_t)i * (size_t)k_size, values);
+        oscar_rotation(l.q + (size_t)i * (size_t)k_size, k.dim, to);
+        oscar_rotation(values, v.dim, to + k_size);
+    }
+    if (status != TKV_OK) free(rotations), rotations = NULL;
+    rival_destroy(l.r);
+    free(l.q);
+    free(values);
+    return rotations;
 }
 
 #endif /* TKV_RIVALS_H */

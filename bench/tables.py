@@ -28,7 +28,7 @@ def read_rows(path):
 
 
 def short(x):
-    return "%.5f" % x if x < 0.001 else "%.4f" % x if x < 0.1 else "%.3f" % x if x < 1 else "%.2f" % x
+    return "%.1e" % x if 0 < x < 1e-5 else "%.5f" % x if x < 0.001 else "%.4f" % x if x < 0.1 else "%.3f" % x if x < 1 else "%.2f" % x
 
 
 def with_error(row):

@@ -82,6 +82,8 @@ typedef struct llama_model {
     float rope_theta; /* base */
     int rope_halves;  /* 0: channels (2i, 2i+1) are a pair, as in both file formats; 1: (i, i + rope_dim/2) */
     int rope_dim;     /* RoPE rotates the first rope_dim channels of a head */
+    /* NULL; or it rounds each vector that matrices multiply, as engines with other arithmetic do (bench/weights.h). */
+    void (*round_inputs)(float *x, int n);
     llama_tensor embedding, final_norm, head, rope_factors;
     llama_layer *layers;
     /* tokenizer */
@@ -1102,6 +1104,10 @@ static void llama_rope(const llama_model *m, float *x, int n, int n_heads, const
     }
 }
 
+static void llama_round(const llama_model *m, float *x, int n, size_t dim) {
+    for (; m->round_inputs && n > 0; n--, x += dim) m->round_inputs(x, (int)dim);
+}
+
 /* Evaluates n tokens at positions pos, pos + 1, ... and returns the logits of the last n_logits of them (0 to n). */
 static inline tkv_status llama_forward_with(const llama_model *m, const int *tokens, int n, int pos,
                                             llama_attention attention, void *ctx, float *logits,
@@ -1144,6 +1150,7 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
     for (int layer = 0; layer < m->n_layers && status == TKV_OK; layer++) {
         const llama_tensor *w = m->layers[layer].w;
         llama_rmsnorm(&w[LLAMA_NORM1], m->eps, x, n, norm, rows);
+        llama_round(m, norm, n, dim);
         llama_matmul(&w[LLAMA_Q], norm, n, q, rows);
         llama_matmul(&w[LLAMA_K], norm, n, k, rows);
         llama_matmul(&w[LLAMA_V], norm, n, v, rows);
@@ -1151,18 +1158,22 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
         llama_rope(m, k, n, m->n_kv_heads, angles);
         status = attention(ctx, layer, q, k, v, n, o);
         if (status != TKV_OK) break;
+        llama_round(m, o, n, o_size);
         llama_matmul(&w[LLAMA_O], o, n, norm, rows);
         for (size_t i = 0; i < count * dim; i++) x[i] += norm[i];
 
         llama_rmsnorm(&w[LLAMA_NORM2], m->eps, x, n, norm, rows);
+        llama_round(m, norm, n, dim);
         llama_matmul(&w[LLAMA_GATE], norm, n, gate, rows);
         llama_matmul(&w[LLAMA_UP], norm, n, up, rows);
         for (size_t i = 0; i < count * ffn; i++) gate[i] *= up[i] / (1.0f + expf(-gate[i])); /* SwiGLU */
+        llama_round(m, gate, n, ffn);
         llama_matmul(&w[LLAMA_DOWN], gate, n, norm, rows);
         for (size_t i = 0; i < count * dim; i++) x[i] += norm[i];
     }
     if (status == TKV_OK && n_logits) {
         llama_rmsnorm(&m->final_norm, m->eps, x + (count - (size_t)n_logits) * dim, n_logits, norm, rows);
+        llama_round(m, norm, n_logits, dim);
         llama_matmul(&m->head, norm, n_logits, logits, rows);
     }
     free(x);

@@ -9,6 +9,7 @@
 #include "../bench/rivals.h"
 
 #include "../bench/calibrate.h"
+#include "../bench/weights.h"
 #include "../examples/plan.h"
 #include "tkv_test.h"
 
@@ -85,6 +86,7 @@ TEST(min_max_codec) {
     CHECK_NEAR(rival_half(1.0f + 1.0f / 2048), 1, 0);
     CHECK_NEAR(rival_half(-3e-8f), -1.0 / 33554432 * 2, 0);
     CHECK_NEAR(rival_half(1e6f), 65504, 0);
+    CHECK_NEAR(rival_half(1.0f + 3.0f / 2048), 1 + 2.0 / 1024, 0); /* ties go to even */
 }
 
 TEST(hadamard_keeps_norms) {
@@ -117,20 +119,14 @@ static llama_model make_model(int n_heads, int n_kv_heads, int dim, int v_dim) {
     return m;
 }
 
-static void leave_unchanged(float *x, int n) {
-    (void)x;
-    (void)n;
-}
-
 /* Compares a rival whose codec changes nothing with the library's exact cache. */
 static void check_exact_attention(int n_heads, int n_kv_heads, int dim, int v_dim) {
-    const rival_kind kind = {"exact", RIVAL_APPEND, 0, leave_unchanged, 32, 0, 0, 0};
     const llama_model m = make_model(n_heads, n_kv_heads, dim, v_dim);
     const int total = 700, chunk = RIVAL_CHUNK;
     float *q = (float *)malloc((size_t)(chunk * n_heads * (dim + 2 * v_dim)) * sizeof *q);
     float *k = (float *)malloc((size_t)(chunk * n_kv_heads * (dim + v_dim)) * sizeof *k);
     float *v = k + chunk * n_kv_heads * dim, *a = q + chunk * n_heads * dim, *b = a + chunk * n_heads * v_dim;
-    rival *r = rival_create(&kind, &m, total, 0);
+    rival *r = rival_create(rival_find("noise-floor"), &m, total, 0);
     tkv_rng rng = tkv_rng_seed(2);
     tkv_config cfg = tkv_default_config();
     tkv_cache *kv = NULL;
@@ -342,6 +338,122 @@ TEST(kvarn_tiles) {
     rival_destroy(full);
 }
 
+/* Squared error of token t of K against the appended values, relative to their squares. */
+static double token_error(const rival *r, const rival *exact, int t) {
+    const rival_side a = rival_side_of(r, TKV_K, 0, 0), b = rival_side_of(exact, TKV_K, 0, 0);
+    double error = 0, size = 0;
+    int c;
+    for (c = 0; c < a.dim; c++) {
+        const double x = (double)a.p[(size_t)t * a.token + (size_t)c * a.channel];
+        const double y = (double)b.p[(size_t)t * b.token + (size_t)c * b.channel];
+        error += (x - y) * (x - y);
+        size += y * y;
+    }
+    return error / size;
+}
+
+/* Mean of token_error over tokens from to `to` - 1. */
+static double mean_error(const rival *r, const rival *exact, int from, int to) {
+    double sum = 0;
+    int t;
+    for (t = from; t < to; t++) sum += token_error(r, exact, t);
+    return sum / (to - from);
+}
+
+/* A rival in tiers: sinks and tail are exact, warm and archived tokens have the errors of their kinds. */
+static void check_tiers(const char *name, const char *warm, int n, int archived, int coded, double bytes) {
+    const llama_model m = make_model(1, 1, 64, 64);
+    const char *archive = rival_find(name)->archive;
+    rival *r = make_fed_rival(name, &m, n), *exact = make_fed_rival("noise-floor", &m, n);
+    rival *a = make_fed_rival(warm, &m, n), *b = make_fed_rival(archive, &m, n);
+    int t;
+    REQUIRE(r && exact && a && b);
+    for (t = 0; t < n; t++) CHECK_EQ(token_error(r, exact, t) > 0, t >= 4 && t < coded);
+    CHECK_NEAR(mean_error(r, exact, archived, coded) / mean_error(a, exact, 4, 4 + 512), 1, 0.1);
+    CHECK_NEAR(mean_error(r, exact, 4, archived) / mean_error(b, exact, 4, 4 + 512), 1, 0.1);
+    CHECK_NEAR(rival_bytes(r->kind, &m, n, 0), bytes, 1e-6);
+    CHECK_NEAR(rival_bits(r->kind, &m), rival_bits(b->kind, &m), 1e-9);
+    rival_destroy(r);
+    rival_destroy(exact);
+    rival_destroy(a);
+    rival_destroy(b);
+}
+
+TEST(rivals_in_tiers) {
+    /* 64 to 127 newest tokens are exact, 448 to 511 are warm. */
+    check_tiers("turbo4/turbo2", "turbo4", 4 + 192 + 448 + 127, 4 + 192, 4 + 192 + 448,
+                131 * 256 + 448 * 68 + 192 * 36);
+    check_tiers("turbo4/turbo3", "turbo4", 4 + 192 + 448 + 128, 4 + 256, 4 + 192 + 512,
+                68 * 256 + 448 * 68 + 256 * 52);
+    /* Tiles of 128 tokens: 64 to 191, and 448 to 575. */
+    check_tiers("kvarn-k4v4/k2v2", "kvarn-k4v4", 4 + 256 + 512 + 64, 4 + 256, 4 + 256 + 512,
+                68 * 256 + 512 * 73 + 256 * 41);
+}
+
+TEST(oscar_codec) {
+    float x[8] = {1, -1, 3, 0, -2, 2, 9, -0.5f};
+    static const double clipped[8] = {1.3333, -0.3333, 3, -0.3333,
+                                      -2,     1.3333,  3, -0.3333}; /* at 3, in steps of 5/3 */
+    const llama_model m = make_model(1, 1, 64, 64);
+    int i;
+    oscar_code(x, 8, 0.75);
+    for (i = 0; i < 8; i++) CHECK_NEAR(x[i], clipped[i], 2e-3);
+    CHECK_NEAR(rival_token_bytes(rival_find("oscar"), &m), 40, 0);
+}
+
+/* The rotation is orthogonal, and every channel of the rotated vectors has the same variance. */
+TEST(oscar_rotations) {
+    enum { N = 32 };
+    static double c[N * N], rotated[N * N];
+    static float x[200][N], rotation[N * N];
+    tkv_rng rng = tkv_rng_seed(6);
+    double trace = 0;
+    int i, j, k, l;
+    tkv_rng_fill(&rng, &x[0][0], 200 * N, 1);
+    for (i = 0; i < 200; i++)
+        for (j = 0; j < N; j++) x[i][j] = x[i][j] * (float)(1 + j % 7) + x[i][0];
+    for (i = 0; i < 200; i++)
+        for (j = 0; j < N * N; j++) c[j] += (double)(x[i][j / N] * x[i][j % N]);
+    for (i = 0; i < N; i++) trace += c[i * (N + 1)];
+    memcpy(rotated, c, sizeof c);
+    oscar_rotation(rotated, N, rotation);
+    for (i = 0; i < N; i++)
+        for (j = 0; j < N; j++) {
+            double product = 0, variance = 0;
+            for (k = 0; k < N; k++) product += (double)(rotation[k * N + i] * rotation[k * N + j]);
+            CHECK_NEAR(product, i == j, 1e-5);
+            for (k = 0; i == j && k < N; k++)
+                for (l = 0; l < N; l++)
+                    variance += (double)(rotation[k * N + i] * rotation[l * N + i]) * c[k * N + l];
+            if (i == j) CHECK_NEAR(variance / trace * N, 1, 1e-4);
+        }
+}
+
+/* Behind 64 sinks, tokens are coded when 256 newer ones are exact. */
+TEST(oscar_rival) {
+    enum { N = 64 + 192 + 256 };
+    static float identity[2 * 64 * 64];
+    const llama_model m = make_model(1, 1, 64, 64);
+    rival *exact = make_fed_rival("noise-floor", &m, N), *r = rival_create(rival_find("oscar"), &m, N, 0);
+    tkv_rng rng = tkv_rng_seed(4);
+    float x[64], q[64], out[64];
+    int i, c;
+    REQUIRE(exact && r);
+    for (i = 0; i < 64; i++) identity[i * 65] = identity[64 * 64 + i * 65] = 1;
+    r->rotations = identity;
+    for (i = 0; i < N; i++) { /* the tokens of make_fed_rival */
+        tkv_rng_fill(&rng, x, 64, 1);
+        for (c = 0; c < 64; c += 5) x[c] *= 8;
+        tkv_rng_fill(&rng, q, 64, 1);
+        CHECK_EQ(rival_attention(r, 0, q, x, x, 1, out), TKV_OK);
+    }
+    for (i = 0; i < N; i++) CHECK_EQ(token_error(r, exact, i) > 0, i >= 64 && i < 64 + 192);
+    CHECK_NEAR(rival_bits(r->kind, &m), 2.5, 1e-9);
+    CHECK_NEAR(rival_bytes(r->kind, &m, N, 0), 320 * 256 + 192 * 40, 0);
+    rival_destroy(r);
+    rival_destroy(exact);
+}
+
 TEST(kitty_rival) {
     const llama_model m = make_model(1, 1, 64, 64);
     rival *r = make_fed_rival("kitty", &m, 32 + 300);
@@ -551,6 +663,53 @@ TEST(loaded_tables_apply_at_once) {
     free(tables);
 }
 
+/* Logits of a model behind n tokens, with the cache of a rival. */
+static void demo_logits(const llama_model *m, const char *name, const float *rotations, const int *tokens,
+                        int n, float *logits) {
+    rival *r = rival_create(rival_find(name), m, n, 0);
+    int pos, step;
+    REQUIRE(r != NULL);
+    r->rotations = rotations;
+    for (pos = 0; pos < n; pos += step) {
+        step = rival_chunk(r->kind, pos, n - pos);
+        CHECK_EQ(llama_forward_with(m, tokens + pos, step, pos, rival_attention, r, logits, 1), TKV_OK);
+    }
+    rival_destroy(r);
+}
+
+/* OSCAR's rotations of a model are orthogonal, and each KV head has its own. With them 2 bits lose less. */
+TEST(rotations_of_a_model) {
+    enum { N = 700 };
+    int tokens[N], i, j, c, which;
+    float *rotations, *logits;
+    double kl[2];
+    llama_model m;
+    if (!load_demo_model(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
+    rotations = rival_learn(&m, tokens, 300);
+    logits = (float *)malloc((size_t)(2 * m.vocab) * sizeof *logits);
+    REQUIRE(rotations && logits);
+    for (which = 0; which < 2; which++)
+        for (i = 0; i < m.head_dim; i++)
+            for (j = 0; j <= i; j++) {
+                const float *x = rotations + which * m.head_dim * m.head_dim;
+                double product = 0;
+                for (c = 0; c < m.head_dim; c++)
+                    product += (double)(x[i * m.head_dim + c] * x[j * m.head_dim + c]);
+                CHECK_NEAR(product, i == j, 1e-4);
+            }
+    CHECK(memcmp(rotations, rotations + rival_rotation_size(&m), 64) != 0);
+    demo_logits(&m, "noise-floor", NULL, tokens, N, logits);
+    for (which = 0; which < 2; which++) {
+        demo_logits(&m, which ? "oscar" : "hf-int2", which ? rotations : NULL, tokens, N, logits + m.vocab);
+        kl[which] = llama_divergence(logits, logits + m.vocab, m.vocab);
+    }
+    CHECK_LE(1e-9, kl[1]);
+    CHECK_LE(kl[1], kl[0]);
+    free(logits);
+    free(rotations);
+    llama_free(&m);
+}
+
 TEST(plans_that_need_tables) {
     static const char *const plans[] = {"64,448,a30/r30", "64,none,a30/kivi2", "64,none,kivi2/r10",
                                         "64,none",        "64,448,kivi2",      "64,none,kivi2",
@@ -561,6 +720,79 @@ TEST(plans_that_need_tables) {
         CHECK(!plan_three(&cfg, plans[i]));
         CHECK_EQ(calibrate_changes(&cfg), i < 5); /* the fifth one has a warm tier by default */
     }
+}
+
+/* >>weights in another type */
+TEST(fp16_bits) {
+    static const struct {
+        float x;
+        unsigned bits;
+    } known[] = {{0, 0},
+                 {1, 0x3c00},
+                 {-2, 0xc000},
+                 {65504, 0x7bff},
+                 {1e6f, 0x7bff},
+                 {0.1f, 0x2e66},
+                 {1.0f / 16384, 0x0400},
+                 {1.0f / 16777216, 0x0001},
+                 {1e-9f, 0x0000},
+                 {1023.0f / 16777216, 0x03ff},
+                 {-0.33325195f, 0xb555}};
+    unsigned h;
+    size_t i;
+    for (i = 0; i < sizeof known / sizeof *known; i++) CHECK_EQ(weights_half(known[i].x), known[i].bits);
+    for (h = 0; h < 0x7c00; h++) { /* all finite magnitudes */
+        unsigned char p[2];
+        weights_put(p, h, 2);
+        CHECK_EQ(weights_half(llama_half(p)), h);
+        CHECK_EQ(weights_half(-llama_half(p)), h | 0x8000u);
+    }
+}
+
+TEST(weights_in_other_types) {
+    enum { N = 40 };
+    static const int types[] = {LLAMA_F32, LLAMA_F16, LLAMA_Q8_0};
+    static const double error_limit[] = {0, 0.0005,
+                                         0.005}; /* of a value, relative to its row's largest one */
+    int tokens[N], i, j, row;
+    float *before, *after;
+    llama_model m;
+    if (!load_demo_model(&m, tokens, N)) SKIP("examples/data/demo.gguf is not here");
+    before = (float *)malloc((size_t)(2 * m.vocab) * sizeof *before);
+    REQUIRE(before != NULL);
+    after = before + m.vocab;
+    demo_logits(&m, "noise-floor", NULL, tokens, N, before);
+    for (i = 0; i < 3; i++) {
+        llama_model held = m;
+        void *memory;
+        held.layers = (llama_layer *)malloc((size_t)m.n_layers * sizeof *held.layers);
+        REQUIRE(held.layers != NULL);
+        memcpy(held.layers, m.layers, (size_t)m.n_layers * sizeof *held.layers);
+        CHECK(!weights_hold(&held, types[i], &memory));
+        CHECK_EQ(held.layers[1].w[LLAMA_DOWN].type, types[i]);
+        CHECK(held.layers[1].w[LLAMA_NORM1].data == m.layers[1].w[LLAMA_NORM1].data);
+        CHECK_EQ(held.head.data == held.embedding.data, m.head.data == m.embedding.data);
+        for (row = 0; row < held.layers[1].w[LLAMA_DOWN].rows; row++) {
+            float a[2048], b[2048], largest = 0;
+            llama_row(&m.layers[1].w[LLAMA_DOWN], row, a);
+            llama_row(&held.layers[1].w[LLAMA_DOWN], row, b);
+            for (j = 0; j < m.ffn_dim; j++) largest = fmaxf(largest, fabsf(a[j]));
+            for (j = 0; j < m.ffn_dim; j++) CHECK_NEAR(b[j], a[j], error_limit[i] * (double)largest);
+        }
+        demo_logits(&held, "noise-floor", NULL, tokens, N, after);
+        if (i == 0) CHECK_MEM(after, before, (size_t)m.vocab * sizeof *after);
+        CHECK_LE(llama_divergence(before, after, m.vocab), 0.01);
+        /* Rounded vectors change the result, and little. */
+        held.round_inputs = weights_rounding(types[i]);
+        CHECK_EQ(held.round_inputs == NULL, i == 0);
+        demo_logits(&held, "noise-floor", NULL, tokens, N, after);
+        CHECK_EQ(llama_divergence(before, after, m.vocab) > 1e-9, i > 0);
+        CHECK_LE(llama_divergence(before, after, m.vocab), 0.05);
+        free(held.layers);
+        free(memory);
+    }
+    free(before);
+    llama_free(&m);
 }
 
 int main(int argc, char **argv) {
@@ -575,6 +807,10 @@ int main(int argc, char **argv) {
     RUN(turboquant_rival);
     RUN(kvarn_matches_the_authors);
     RUN(kvarn_tiles);
+    RUN(rivals_in_tiers);
+    RUN(oscar_codec);
+    RUN(oscar_rotations);
+    RUN(oscar_rival);
     RUN(kitty_rival);
     RUN(age_rival);
     RUN(plan_options);
@@ -583,6 +819,9 @@ int main(int argc, char **argv) {
     RUN(wrong_plans_are_refused);
     RUN(tables_equal_those_of_the_library);
     RUN(loaded_tables_apply_at_once);
+    RUN(rotations_of_a_model);
     RUN(plans_that_need_tables);
+    RUN(fp16_bits);
+    RUN(weights_in_other_types);
     return tkv_test_end();
 }
