@@ -23102,7 +23102,9 @@ typedef struct tkvi_plan {
 } tkvi_plan;
 
 /* Number of blocks that a list of a layer begins with: those of anchors, and that of sinks. */
-static int tkvi_n_front_blocks(const tkvi_plan *p) { return p->n_anchor_blocks + (p->sink > 0); }
+static int tkvi_n_front_blocks(const tkvi_plan *p) {
+    return (TKVI_HAS_EVICT ? p->n_anchor_blocks : 0) + (p->sink > 0);
+}
 
 /* Do blocks of this layer need a table at some level? */
 static int tkvi_plan_learns(const tkvi_plan *p) {
@@ -23782,7 +23784,7 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_layout]++;
-    blocks[p->anchor_layout] += p->n_anchor_blocks;
+    if (TKVI_HAS_EVICT) blocks[p->anchor_layout] += p->n_anchor_blocks;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
         blocks[r->key[tier]] += n;
@@ -26103,6 +26105,9 @@ typedef struct tkvi_list {
 /* 1 if tokens of a list have positions that are not their indices. */
 static int tkvi_has_moved(const tkvi_list *list) { return TKVI_HAS_MOVES && list->is_moved; }
 
+/* Number of blocks of anchors that a list begins with. */
+static int tkvi_anchors_of(const tkvi_list *list) { return TKVI_HAS_EVICT ? list->anchors : 0; }
+
 /* Block i has changed: all searches look at it again. */
 static void tkvi_search_again(tkvi_list *list, int i) {
     int s;
@@ -26119,7 +26124,7 @@ static void tkvi_take_from_count(int *count, int from, int first, int end) {
 static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     const int sinks = list->sinks, archive = list->archive;
     int s;
-    tkvi_take_from_count(&list->anchors, 0, first, end);
+    if (TKVI_HAS_EVICT) tkvi_take_from_count(&list->anchors, 0, first, end);
     tkvi_take_from_count(&list->sinks, 0, first, end);
     tkvi_take_from_count(&list->archive, sinks, first, end);
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
@@ -26364,14 +26369,14 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 /* Index of the block that covers a position. -1: the position is past the end or has expired. Blocks of anchors cover
  * none. */
 static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = list->anchors, high = list->n;
+    int low = tkvi_anchors_of(list), high = list->n;
     if (position >= list->len) return -1;
     while (low < high) { /* finds the first block that starts after it */
         const int mid = low + (high - low) / 2;
         if (tkvi_block_start(kv, ids, mid) > position) high = mid;
         else low = mid + 1;
     }
-    return low > list->anchors ? low - 1 : -1;
+    return low > tkvi_anchors_of(list) ? low - 1 : -1;
 }
 
 /* Position of the token with an index, also if it is gone. It is in the list. */
@@ -26494,7 +26499,7 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_index_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return i < list->anchors ? list->len : tkvi_block_end(kv, list, ids, i);
+    return i < tkvi_anchors_of(list) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
@@ -27154,7 +27159,8 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
 static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
                                   int64_t *slots) {
     if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
-    if (p->n_anchor_blocks) slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
+        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
 }
 
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
@@ -31329,7 +31335,8 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n_front, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &n_front);
     if (n_front) tkvi_demand_blocks(&kv->pool, p->sink_layout, p->sink > 0, demand);
-    if (n_front) tkvi_demand_blocks(&kv->pool, p->anchor_layout, p->n_anchor_blocks, demand);
+    if (TKVI_HAS_EVICT && n_front)
+        tkvi_demand_blocks(&kv->pool, p->anchor_layout, p->n_anchor_blocks, demand);
     if (tkvi_tail_needs_entry(kv, p, list, ids)) n_blocks++; /* as a block of its own */
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - n_front, demand);
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))
@@ -33124,7 +33131,8 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     int last = u->list->n - 1, from, i, c;
     memset(ref, 0, TKV_MAX_HEAD_DIM * sizeof *ref);
     if (last < 0) return;
-    from = last > u->list->anchors && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
+    from =
+        last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
         const uint8_t *bytes;
@@ -35866,7 +35874,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (n_front && p->sink) slots[layout[p->sink_layout].size_class]++;
-    if (n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
+    if (TKVI_HAS_EVICT && n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
     slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
@@ -36040,7 +36048,7 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
 
 /* Opens the blocks of anchors of an empty list. They have no token yet. */
 static void tkvi_open_anchors(tkv_cache *kv, const tkvi_plan *p, tkvi_list *list, uint32_t *ids) {
-    for (; list->anchors < p->n_anchor_blocks; list->anchors++) {
+    for (; TKVI_HAS_EVICT && list->anchors < p->n_anchor_blocks; list->anchors++) {
         const uint32_t id = tkvi_new_entry(&kv->pool, p->anchor_layout, 0, 0);
         tkvi_entry *e = &kv->pool.entry[id];
         memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
@@ -36249,7 +36257,7 @@ static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const int needed =
         (list->len - tkvi_n_expired(kv, layer, list, tkvi_ids(kv, seq, layer)) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
-    if (list->n - list->anchors <= needed + needed / 2 + 2) return;
+    if (list->n - tkvi_anchors_of(list) <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
         while (tkvi_join_if_short(kv, seq, layer, i)) {}
 }
@@ -36622,8 +36630,8 @@ static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n = list->n;
-    while (n > list->anchors && tkvi_block_start(kv, ids, n - 1) >= len) n--;
-    return n > list->anchors ? n : 0;
+    while (n > tkvi_anchors_of(list) && tkvi_block_start(kv, ids, n - 1) >= len) n--;
+    return n > tkvi_anchors_of(list) ? n : 0;
 }
 
 /* Truncates a list to its first `len` tokens. */
@@ -36637,14 +36645,14 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
-        for (i = 0; i < list->anchors; i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
+        for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
     }
     list->len = len;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
-    for (i = 0; i < list->anchors; i++) tkvi_truncate_entry(kv, ids[i], len);
+    for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_truncate_entry(kv, ids[i], len);
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -37508,7 +37516,7 @@ static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand)
         const tkvi_plan *p = &kv->tables.plan[layer];
         longest = tkvi_max(longest, n);
         demand->entries += n - tkvi_list_of(kv, fork->dst, layer)->n;
-        if (n)
+        if (TKVI_HAS_EVICT && n)
             demand->slots[kv->tables.layout[p->anchor_layout].size_class] +=
                 tkvi_list_of(kv, fork->src, layer)->anchors;
     }
@@ -37528,7 +37536,8 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
-    for (i = 0; i < to->anchors; i++) tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
+    for (i = 0; i < tkvi_anchors_of(to); i++)
+        tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
@@ -39421,12 +39430,12 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, most_recoded, away->young);
     int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] +
-                   s.blocks[TKV_TIER_ARCHIVE] + p->n_anchor_blocks;
+                   s.blocks[TKV_TIER_ARCHIVE] + (TKVI_HAS_EVICT ? p->n_anchor_blocks : 0);
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens)
         tkvi_add_blocks(m, h, p->sink_layout, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
-    if (p->n_anchor_blocks) /* their tokens count in the tiers that they came from */
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks) /* their tokens count in the tiers that they came from */
         tkvi_add_blocks(m, h, p->anchor_layout, TKV_TIER_HOT, p->n_anchor_blocks * n_seqs, 0, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
@@ -39706,13 +39715,14 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int anchors = tkvi_anchors_of(list);
     int i, t, slot, last, is_layout_of_front;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
-    if (list->anchors < 0 || list->anchors > p->n_anchor_blocks || list->sinks < list->anchors ||
-        list->sinks - list->anchors > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
+    if (anchors < 0 || (TKVI_HAS_EVICT && anchors > p->n_anchor_blocks) || list->sinks < anchors ||
+        list->sinks - anchors > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
@@ -39738,10 +39748,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (e->has_anchors != (i < list->anchors) || (i < list->anchors && (e->start || !e->n_packed)))
+        if ((TKVI_HAS_EVICT && e->has_anchors != (i < anchors)) ||
+            (i < anchors && (e->start || !e->n_packed)))
             return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
                                       (int64_t)ids[i]);
-        if ((end <= e->start && i >= list->anchors) ||
+        if ((end <= e->start && i >= anchors) ||
             tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
         if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
@@ -39755,7 +39766,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (position < 0 || position >= TKVI_POSITIONS)
                 return tkvi_report_broken(k, "a token has a position that does not exist", position);
         }
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= list->anchors; t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= anchors; t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
@@ -39767,7 +39778,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
-                    (unsigned)list->anchors)
+                    (unsigned)anchors)
                 return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
         if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
             return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
@@ -39783,7 +39794,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
             return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
         is_layout_of_front =
-            kv->tables.layout[b->layout].key == (i < list->anchors ? p->anchor_layout : p->sink_layout);
+            kv->tables.layout[b->layout].key == (i < anchors ? p->anchor_layout : p->sink_layout);
         if (i < list->sinks ? !is_layout_of_front
                             : !is_layout_of_front && /* a copied block of sinks */
                                   !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,

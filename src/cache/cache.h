@@ -48,6 +48,9 @@ typedef struct tkvi_list {
 /* 1 if tokens of a list have positions that are not their indices. */
 static int tkvi_has_moved(const tkvi_list *list) { return TKVI_HAS_MOVES && list->is_moved; }
 
+/* Number of blocks of anchors that a list begins with. */
+static int tkvi_anchors_of(const tkvi_list *list) { return TKVI_HAS_EVICT ? list->anchors : 0; }
+
 /* Block i has changed: all searches look at it again. */
 static void tkvi_search_again(tkvi_list *list, int i) {
     int s;
@@ -64,7 +67,7 @@ static void tkvi_take_from_count(int *count, int from, int first, int end) {
 static void tkvi_uncount_blocks(tkvi_list *list, int first, int end) {
     const int sinks = list->sinks, archive = list->archive;
     int s;
-    tkvi_take_from_count(&list->anchors, 0, first, end);
+    if (TKVI_HAS_EVICT) tkvi_take_from_count(&list->anchors, 0, first, end);
     tkvi_take_from_count(&list->sinks, 0, first, end);
     tkvi_take_from_count(&list->archive, sinks, first, end);
     tkvi_take_from_count(&list->warm, sinks + archive, first, end);
@@ -309,14 +312,14 @@ static int tkvi_block_end(const tkv_cache *kv, const tkvi_list *list, const uint
 /* Index of the block that covers a position. -1: the position is past the end or has expired. Blocks of anchors cover
  * none. */
 static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int position) {
-    int low = list->anchors, high = list->n;
+    int low = tkvi_anchors_of(list), high = list->n;
     if (position >= list->len) return -1;
     while (low < high) { /* finds the first block that starts after it */
         const int mid = low + (high - low) / 2;
         if (tkvi_block_start(kv, ids, mid) > position) high = mid;
         else low = mid + 1;
     }
-    return low > list->anchors ? low - 1 : -1;
+    return low > tkvi_anchors_of(list) ? low - 1 : -1;
 }
 
 /* Position of the token with an index, also if it is gone. It is in the list. */
@@ -439,7 +442,7 @@ static void tkvi_forget_meter_copies(tkv_cache *kv, int seq, int layer, int star
 
 /* End (exclusive) of the positions that tokens of block i can have. An anchor can have any position of the list. */
 static int tkvi_block_index_end(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return i < list->anchors ? list->len : tkvi_block_end(kv, list, ids, i);
+    return i < tkvi_anchors_of(list) ? list->len : tkvi_block_end(kv, list, ids, i);
 }
 
 /* 1 if tokens cannot move to other slots. Formats that undo RoPE need consecutive positions in a block. */
@@ -1099,7 +1102,8 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
 static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
                                   int64_t *slots) {
     if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
-    if (p->n_anchor_blocks) slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
+        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
 }
 
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a

@@ -84,7 +84,9 @@ typedef struct tkvi_plan {
 } tkvi_plan;
 
 /* Number of blocks that a list of a layer begins with: those of anchors, and that of sinks. */
-static int tkvi_n_front_blocks(const tkvi_plan *p) { return p->n_anchor_blocks + (p->sink > 0); }
+static int tkvi_n_front_blocks(const tkvi_plan *p) {
+    return (TKVI_HAS_EVICT ? p->n_anchor_blocks : 0) + (p->sink > 0);
+}
 
 /* Do blocks of this layer need a table at some level? */
 static int tkvi_plan_learns(const tkvi_plan *p) {
@@ -764,7 +766,7 @@ static void tkvi_usual_blocks(const tkvi_derived_config *h, const tkvi_plan *p, 
     most[TKV_TIER_WARM] = (r->warm + TKVI_BLOCK - 1) / TKVI_BLOCK;
     most[TKV_TIER_ARCHIVE] = TKVI_FOREVER;
     if (p->sink) blocks[p->sink_layout]++;
-    blocks[p->anchor_layout] += p->n_anchor_blocks;
+    if (TKVI_HAS_EVICT) blocks[p->anchor_layout] += p->n_anchor_blocks;
     for (tier = 0; tier < TKV_TIER_COUNT && left > 0; tier++) {
         n = left < most[tier] ? left : most[tier];
         blocks[r->key[tier]] += n;

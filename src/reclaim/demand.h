@@ -114,7 +114,8 @@ static void tkvi_demand_tokens(const tkv_cache *kv, int seq, int layer, int n, t
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n_front, i, n_blocks = tkvi_n_new_blocks(kv, p, list, ids, n, &n_front);
     if (n_front) tkvi_demand_blocks(&kv->pool, p->sink_layout, p->sink > 0, demand);
-    if (n_front) tkvi_demand_blocks(&kv->pool, p->anchor_layout, p->n_anchor_blocks, demand);
+    if (TKVI_HAS_EVICT && n_front)
+        tkvi_demand_blocks(&kv->pool, p->anchor_layout, p->n_anchor_blocks, demand);
     if (tkvi_tail_needs_entry(kv, p, list, ids)) n_blocks++; /* as a block of its own */
     tkvi_demand_blocks(&kv->pool, p->now.layout[TKV_TIER_HOT], n_blocks - n_front, demand);
     if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_must_copy_tail(kv, list, ids))

@@ -401,12 +401,12 @@ static int64_t tkvi_add_layer(tkv_memory_info *m, const tkvi_derived_config *h, 
                               int64_t *live) {
     tkvi_layer_sum s = tkvi_layer_after(p, n_tokens, most_recoded, away->young);
     int64_t here = (s.sink_tokens > 0) + s.blocks[TKV_TIER_HOT] + s.blocks[TKV_TIER_WARM] +
-                   s.blocks[TKV_TIER_ARCHIVE] + p->n_anchor_blocks;
+                   s.blocks[TKV_TIER_ARCHIVE] + (TKVI_HAS_EVICT ? p->n_anchor_blocks : 0);
     int tier;
     if (away->blocks) tkvi_move_out_of_ram(m, h, p, n_tokens, n_seqs, away, &s);
     if (s.sink_tokens)
         tkvi_add_blocks(m, h, p->sink_layout, TKV_TIER_HOT, n_seqs, s.sink_tokens * n_seqs, live);
-    if (p->n_anchor_blocks) /* their tokens count in the tiers that they came from */
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks) /* their tokens count in the tiers that they came from */
         tkvi_add_blocks(m, h, p->anchor_layout, TKV_TIER_HOT, p->n_anchor_blocks * n_seqs, 0, live);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++)
         tkvi_add_blocks(m, h, p->now.key[tier], (tkv_tier)tier, s.blocks[tier] * n_seqs,
@@ -686,13 +686,14 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int anchors = tkvi_anchors_of(list);
     int i, t, slot, last, is_layout_of_front;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
                    : TKV_OK;
-    if (list->anchors < 0 || list->anchors > p->n_anchor_blocks || list->sinks < list->anchors ||
-        list->sinks - list->anchors > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
+    if (anchors < 0 || (TKVI_HAS_EVICT && anchors > p->n_anchor_blocks) || list->sinks < anchors ||
+        list->sinks - anchors > tkvi_max(1, p->sink) || list->archive < 0 || list->warm < 0 ||
         (int64_t)list->sinks + list->archive + list->warm > list->n)
         return tkvi_report_broken(k, "tier counts do not fit the list of layer", layer);
     if (list->passed[TKVI_TIGHTEST] < 0 || list->passed[TKVI_TIGHTEST] > list->passed[TKVI_RECODED] ||
@@ -718,10 +719,11 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         const tkvi_entry *e = &kv->pool.entry[ids[i]];
         int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
         tkv_tier tier = tkvi_tier_at(list, i);
-        if (e->has_anchors != (i < list->anchors) || (i < list->anchors && (e->start || !e->n_packed)))
+        if ((TKVI_HAS_EVICT && e->has_anchors != (i < anchors)) ||
+            (i < anchors && (e->start || !e->n_packed)))
             return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
                                       (int64_t)ids[i]);
-        if ((end <= e->start && i >= list->anchors) ||
+        if ((end <= e->start && i >= anchors) ||
             tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
             return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
         if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
@@ -735,7 +737,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
             if (position < 0 || position >= TKVI_POSITIONS)
                 return tkvi_report_broken(k, "a token has a position that does not exist", position);
         }
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= list->anchors; t++) {
+        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= anchors; t++) {
             if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
             if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
                 return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
@@ -747,7 +749,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
             if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
                 (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
-                    (unsigned)list->anchors)
+                    (unsigned)anchors)
                 return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
         if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
             return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
@@ -763,7 +765,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
         if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
             return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
         is_layout_of_front =
-            kv->tables.layout[b->layout].key == (i < list->anchors ? p->anchor_layout : p->sink_layout);
+            kv->tables.layout[b->layout].key == (i < anchors ? p->anchor_layout : p->sink_layout);
         if (i < list->sinks ? !is_layout_of_front
                             : !is_layout_of_front && /* a copied block of sinks */
                                   !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,

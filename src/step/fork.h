@@ -88,7 +88,7 @@ static int tkvi_count_fork(tkv_cache *kv, const void *what, tkvi_demand *demand)
         const tkvi_plan *p = &kv->tables.plan[layer];
         longest = tkvi_max(longest, n);
         demand->entries += n - tkvi_list_of(kv, fork->dst, layer)->n;
-        if (n)
+        if (TKVI_HAS_EVICT && n)
             demand->slots[kv->tables.layout[p->anchor_layout].size_class] +=
                 tkvi_list_of(kv, fork->src, layer)->anchors;
     }
@@ -108,7 +108,8 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
-    for (i = 0; i < to->anchors; i++) tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
+    for (i = 0; i < tkvi_anchors_of(to); i++)
+        tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 

@@ -81,7 +81,7 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
         need[TKV_TIER_WARM] = need[TKV_TIER_ARCHIVE] = 0; /* cache.h counts their changes */
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (n_front && p->sink) slots[layout[p->sink_layout].size_class]++;
-    if (n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
+    if (TKVI_HAS_EVICT && n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
     slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
@@ -255,7 +255,7 @@ static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
 
 /* Opens the blocks of anchors of an empty list. They have no token yet. */
 static void tkvi_open_anchors(tkv_cache *kv, const tkvi_plan *p, tkvi_list *list, uint32_t *ids) {
-    for (; list->anchors < p->n_anchor_blocks; list->anchors++) {
+    for (; TKVI_HAS_EVICT && list->anchors < p->n_anchor_blocks; list->anchors++) {
         const uint32_t id = tkvi_new_entry(&kv->pool, p->anchor_layout, 0, 0);
         tkvi_entry *e = &kv->pool.entry[id];
         memset(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), 0,
@@ -464,7 +464,7 @@ static void tkvi_join_torn(tkv_cache *kv, int seq, int layer) {
     const int needed =
         (list->len - tkvi_n_expired(kv, layer, list, tkvi_ids(kv, seq, layer)) + TKVI_BLOCK - 1) / TKVI_BLOCK;
     int i;
-    if (list->n - list->anchors <= needed + needed / 2 + 2) return;
+    if (list->n - tkvi_anchors_of(list) <= needed + needed / 2 + 2) return;
     for (i = list->sinks; i + 2 < list->n; i++)
         while (tkvi_join_if_short(kv, seq, layer, i)) {}
 }
@@ -837,8 +837,8 @@ static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n = list->n;
-    while (n > list->anchors && tkvi_block_start(kv, ids, n - 1) >= len) n--;
-    return n > list->anchors ? n : 0;
+    while (n > tkvi_anchors_of(list) && tkvi_block_start(kv, ids, n - 1) >= len) n--;
+    return n > tkvi_anchors_of(list) ? n : 0;
 }
 
 /* Truncates a list to its first `len` tokens. */
@@ -852,14 +852,14 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
         tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
-        for (i = 0; i < list->anchors; i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
+        for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
     }
     list->len = len;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
-    for (i = 0; i < list->anchors; i++) tkvi_truncate_entry(kv, ids[i], len);
+    for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_truncate_entry(kv, ids[i], len);
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
