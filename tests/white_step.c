@@ -41,12 +41,14 @@ typedef struct model_layer {
     int needs_table[TKV_TIER_COUNT], learns; /* learns: a tier needs a table */
     int delay;                               /* tokens by which the first table is delayed */
     int n_seen, n_tables;                    /* tokens seen, or -1: the layer collects nothing; tables made */
+    int n_loaded;                            /* tables loaded */
     int due;                                 /* n_seen at which the next table is due */
 } model_layer;
 
 typedef struct model_list {
     int len, first, n, step_len; /* blocks first .. n-1 are held */
     int chunk_start;             /* length before the last append or step */
+    int n_tables;                /* made and loaded, at the last comparison */
     model_block block[BLOCKS];
     float k[LONGEST][K_ROW], v[LONGEST][V_ROW];           /* as appended, in the hot format */
     float k_read[LONGEST][K_ROW], v_read[LONGEST][V_ROW]; /* as tkv_read must return it */
@@ -240,15 +242,19 @@ static float error_bound(const model_layer *p, int tier, int side) {
 }
 
 /* A new table can take the version of old blocks, which are then coded again (reclaim/versions.h). Takes the values of
- * blocks that have another version than at the last comparison from the cache. Their errors are checked below. */
+ * blocks that have another version than at the last comparison from the cache, and those of all coded blocks if a table
+ * was made since. Their errors are checked below. */
 static void take_recoded(int seq, int layer, int from) {
     model_list *m = &list[seq][layer];
+    const int n_tables = plan[layer].n_tables + plan[layer].n_loaded, has_new_table = n_tables != m->n_tables;
     int i, t;
+    m->n_tables = n_tables;
     for (i = m->first; i < m->n; i++) {
         model_block *b = &m->block[i];
         const int version =
             tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i - m->first])->layout);
-        for (t = b->start; t < block_end(m, i) && b->version >= 0 && b->version != version; t++) {
+        for (t = b->start; t < block_end(m, i) && b->version >= 0 && (b->version != version || has_new_table);
+             t++) {
             memcpy(m->k_read[t], k_out + (t - from) * K_ROW, sizeof m->k_read[t]);
             memcpy(m->v_read[t], v_out + (t - from) * V_ROW, sizeof m->v_read[t]);
         }
@@ -609,7 +615,10 @@ static tkv_status call_calibration(void) {
                                          : TKV_ERR_CAPACITY),
                "%s", tkv_get_status_text(st));
     for (layer = 0; layer < LAYERS && !st; layer++)
-        if (plan[layer].n_tables) plan[layer].n_seen = -1;
+        if (plan[layer].n_tables) {
+            plan[layer].n_seen = -1;
+            plan[layer].n_loaded++;
+        }
     return st;
 }
 
@@ -753,7 +762,7 @@ static void init_model(const tkv_config *cfg, const tkv_layer_config *layers) {
                                 tkvi_formats[p->pair[t].v].family->learn_tokens;
         }
         p->learns = p->own && (p->needs_table[TKV_TIER_WARM] || p->needs_table[TKV_TIER_ARCHIVE]);
-        p->n_seen = p->n_tables = 0;
+        p->n_seen = p->n_tables = p->n_loaded = 0;
         p->due = TKVI_FIRST_TABLE_TOKENS;
     }
     for (i = 0; i < LAYERS; i++) {
