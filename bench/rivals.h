@@ -635,9 +635,10 @@ static double rival_token_bytes(const rival_kind *kind, const llama_model *m) {
                                                   : 0;
     if (kind->rule ==
         RIVAL_KVARN) /* K: scale and minimum per channel, a factor per token; V: the other way round */
-        return k * kind->k_bits / 8 + k * 4 / RIVAL_PAGE + 2 + v * kind->v_bits / 8 + 4 + v * 2 / RIVAL_PAGE;
+        return k * kind->k_bits / 8 + k * 4 / (double)RIVAL_PAGE + 2 + v * kind->v_bits / 8 + 4 +
+               v * 2 / (double)RIVAL_PAGE;
     if (kind->rule == RIVAL_OSCAR) /* a scale and a minimum per token and group */
-        return (k + v) / 4 + 4 * (ceil(k / OSCAR_GROUP) + ceil(v / OSCAR_GROUP));
+        return (k + v) / 4 + 4 * (ceil(k / (double)OSCAR_GROUP) + ceil(v / (double)OSCAR_GROUP));
     if (turbo) return (k + v) * turbo / 8 + 4; /* a norm per token */
     /* a scale and a minimum per token and 64 channels */
     return (k + v) * (kind->row == rival_int4 ? 4 : 2) / 8 + 4 * (ceil(k / 64) + ceil(v / 64));
