@@ -429,7 +429,7 @@ TEST(sequences_work_on_latents) {
     tkv_destroy(kv);
     cfg = config_of(s, TKV_KIVI4);
     CHECK_EQ(tkv_estimate_memory(&cfg, TOKENS, 1, &memory), TKV_OK);
-    cfg.budget.bytes = memory.total + memory.total / 2;
+    cfg.budget.bytes = 2 * memory.total;
     cfg.evict.policy = TKV_EVICT_SLIDING;
     kv = create_cache(&cfg);
     for (i = 0; i < 5; i++) append_tokens(kv, s, 0, TOKENS);
