@@ -1,6 +1,6 @@
 /*
  * calibrate.c - reads a text with a model, and writes what the cache has learned: the tables that A and R formats need.
- * A cache that loads them compresses from its first block on, and loses less (bench/QUALITY.md).
+ * A cache that loads them compresses from its first block on (bench/QUALITY.md, Tables of another text).
  *
  * cc -O2 -o calibrate examples/calibrate.c examples/tieredkv.c -lm && ./calibrate model.gguf -f text.txt -o tables.bin
  * ./generate model.gguf --tables tables.bin
