@@ -7,9 +7,10 @@
  *
  *   --target 970 --window 1024 --windows 14 --level 3 --from 256         (the target in thousandths)
  *
- * The levels are those of cfg.budget.adapt, with 32 hot and no warm tokens. Their archives are A40/R40, A30/R30, A25/R20 and A20/R15. The caches are
- * emptied before each window, so the levels of that time code all of it. Positions below --from are not scored,
- * because few tokens are coded there. The program prints one line for each change of the plan and for each window.
+ * The levels are those of cfg.budget.adapt, with 32 hot and no warm tokens. Their archives are A40/R40, A30/R30, A25/R20
+ * and A20/R15. The caches are emptied before each window, so the levels of that time code all of it. Positions below
+ * --from are not scored, because few tokens are coded there. The program prints one line for each change of the plan
+ * and for each window.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* clock_gettime */

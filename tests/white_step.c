@@ -31,7 +31,8 @@ enum { /* one enum: C++20 warns about arithmetic with two */
 /* >>model */
 typedef struct model_block {
     int start, tier, sink;
-    int version; /* of the table that codes it, at the last comparison; -1: none */
+    int version,
+        seen_tier; /* of the table that codes it, at the last comparison; -1: none; and its tier then */
 } model_block;
 
 typedef struct model_layer {
@@ -207,6 +208,7 @@ static void append_to_model(int seq, int layer, const float *k, const float *v, 
             model_block b;
             b.start = m->len;
             b.version = -1;
+            b.seen_tier = TKV_TIER_HOT;
             b.tier = TKV_TIER_HOT;
             b.sink = m->len == 0 && p->sink > 0;
             m->block[m->n++] = b;
@@ -242,8 +244,8 @@ static float error_bound(const model_layer *p, int tier, int side) {
 }
 
 /* A new table can take the version of old blocks, which are then coded again (reclaim/versions.h). Takes the values of
- * blocks that have another version than at the last comparison from the cache, and those of all coded blocks if a table
- * was made since. Their errors are checked below. */
+ * blocks that have another version than at the last comparison, in the same tier, from the cache, and those of all
+ * blocks that were coded then if a table was made since. Their errors are checked below. */
 static void take_recoded(int seq, int layer, int from) {
     model_list *m = &list[seq][layer];
     const int n_tables = plan[layer].n_tables + plan[layer].n_loaded, has_new_table = n_tables != m->n_tables;
@@ -253,12 +255,14 @@ static void take_recoded(int seq, int layer, int from) {
         model_block *b = &m->block[i];
         const int version =
             tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i - m->first])->layout);
-        for (t = b->start; t < block_end(m, i) && b->version >= 0 && (b->version != version || has_new_table);
-             t++) {
+        const int is_recoded =
+            b->version >= 0 && (has_new_table || (b->version != version && b->seen_tier == b->tier));
+        for (t = b->start; t < block_end(m, i) && is_recoded; t++) {
             memcpy(m->k_read[t], k_out + (t - from) * K_ROW, sizeof m->k_read[t]);
             memcpy(m->v_read[t], v_out + (t - from) * V_ROW, sizeof m->v_read[t]);
         }
         b->version = version;
+        b->seen_tier = b->tier;
     }
 }
 
