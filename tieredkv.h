@@ -1147,6 +1147,7 @@
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_scales TKV_NAME_(tkv_scales)
 #define tkv_score_params TKV_NAME_(tkv_score_params)
 #define tkv_score_source TKV_NAME_(tkv_score_source)
 #define tkv_select_victims TKV_NAME_(tkv_select_victims)
@@ -1349,11 +1350,22 @@ typedef enum tkv_fit {
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
 /* Bits of cfg.format.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
-    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.model.rope */
-    TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
-    TKV_KVQUANT_NORM = 4,      /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
-    TKV_KVQUANT_DENSE = 8      /* stores no outliers */
+    TKV_KVQUANT_POST_ROPE = 1,  /* codes keys after RoPE, as appended; required without cfg.model.rope */
+    TKV_KVQUANT_UNIFORM = 2,    /* levels are evenly spaced */
+    TKV_KVQUANT_NORM = 4,       /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
+    TKV_KVQUANT_DENSE = 8,      /* stores no outliers */
+    TKV_KVQUANT_UNIFORM_K = 16, /* levels of keys are evenly spaced */
+    TKV_KVQUANT_UNIFORM_V = 32  /* levels of values are evenly spaced */
 } tkv_kvquant;
+/* Which values of a block share a scale (and a zero) in Q8, KIVI, SQUAT and INT formats: cfg.format.k_scales, v_scales.
+ * Creation refuses what no kernel reads: TOKEN for keys of Q8, KIVI and SQUAT, CHANNEL for values and for INT formats.
+ * Other formats ignore it. SUBSPACE formats with subspaces = 1 have a scale and a zero per token, on both sides. */
+typedef enum tkv_scales {
+    TKV_SCALES_GROUP = 0, /* group_size values: tokens of a channel for keys of Q8, KIVI and SQUAT, */
+    /*   channels of a token for values and for INT formats */
+    TKV_SCALES_TOKEN,  /* all channels of a token and head */
+    TKV_SCALES_CHANNEL /* all 64 tokens of a channel */
+} tkv_scales;
 typedef enum tkv_isa {
     TKV_ISA_AUTO = 0,
     TKV_ISA_SCALAR,
@@ -1701,6 +1713,11 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
     int squat_block; /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
     int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
     int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
+    int k_scales,
+        v_scales; /* tkv_scales of each side: which values share a scale in Q8, KIVI, SQUAT and INT formats */
+    int int_bits; /* bits of a code in INT8 and INT4: 2 to 8; 0: 8 and 4. 5 to 7 are read without vectors */
+    int unrotated;        /* 1: SUBSPACE formats code the channels as they are, without the rotation */
+    int kvquant_outliers; /* outliers of a token that KVQUANT stores apart, in thousandths: 1 to 30; 0: 10 */
 } tkv_format_options;
 
 typedef struct tkv_budget_config { /* see tkv_get_budget */
@@ -5795,8 +5812,9 @@ typedef struct tkvi_format {
     const char *name;
     int bits;            /* of a code; 16 or 32 for exact formats; A and R: average in quarter bits */
     tkvi_storage stored; /* selects the kernel that reads it */
-    int shared;         /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
-    int rotated;        /* 1: attention works on values rotated by core/rotate.h */
+    int8_t shared;      /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
+    int8_t rotated;     /* 1: attention works on values rotated by core/rotate.h */
+    int8_t scales[2];   /* masks of the tkv_scales that K and V can have; 0: the format ignores the option */
     tkvi_codec side[2]; /* TKV_K, TKV_V; all NULL: this format does not store that side */
     const tkvi_family *family;
 } tkvi_format;
@@ -5910,8 +5928,34 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 /* A side with default options; a token is one part. */
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
-    static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
+    static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0, 0, 0, 0, 0, 10},
+                                                   {32, 4, 0, 0, 0, 16, 1, 0, 0, 0, 0, 0, 10}};
     tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->v_in_k, share);
+}
+
+/* >>codes in rows: those of a token follow one another, low bits first */
+/* Writes a code of at most 8 bits into a cleared row. */
+static void tkvi_put_code(uint8_t *row, int bits, int c, int code) {
+    const int at = c * bits, wide = code << (at & 7);
+    row[at / 8] = (uint8_t)(row[at / 8] | (wide & 255));
+    if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
+}
+
+/* Reads the byte behind the code as well. Behind the last row there are metadata. */
+static int tkvi_get_code(const uint8_t *row, int bits, int c) {
+    const uint8_t *p = row + c * bits / 8;
+    return (p[0] | p[1] << 8) >> (c * bits & 7) & ((1 << bits) - 1);
+}
+
+/* The option that chooses the scales of a side. */
+static int tkvi_scales_of(const tkv_format_options *o, tkv_side side) {
+    return side == TKV_K ? o->k_scales : o->v_scales;
+}
+
+/* Returns whether a format can have the scales that the options ask for. */
+static int tkvi_has_scales(const tkvi_format *f, const tkv_format_options *o, tkv_side side) {
+    const int mask = f->scales[side];
+    return !mask || (mask >> tkvi_scales_of(o, side) & 1);
 }
 
 /* Views are encoded with their K. */
@@ -6155,6 +6199,9 @@ static void tkvi_decode_tiles(const tkvi_side *s, const tkvi_simd_ops *ops, cons
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
  *   V: | tiles | scale fp16 [group][64 tokens]    | zero fp16 [group][64 tokens]    |   groups = ceil(dim / group)
  * 4 bits in groups of 64: 4.5 bits a value; 2 bits: 2.5; with groups of 32: 5 and 3.
+ * k_scales = ..._CHANNEL: a channel of K has one group of 64 tokens, whatever group_size is. v_scales = ..._TOKEN: a
+ * token of V has one group, 4.25 bits a value at head_dim 128. No kernel reads a scale per token of K, or per channel
+ * of V. SUBSPACE formats with subspaces = 1 and unrotated = 1 have a scale and a zero per token on both sides.
  */
 #ifndef TKVI_FORMATS_KIVI_H
 #define TKVI_FORMATS_KIVI_H
@@ -6206,6 +6253,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->fit = (int8_t)s->options->fit;
+    if (s->options->k_scales == TKV_SCALES_CHANNEL) s->group = TKVI_BLOCK;
     s->groups = TKVI_BLOCK / s->group;
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -6214,6 +6262,7 @@ static void tkvi_kivi_k_layout(tkvi_side *s) {
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->fit = (int8_t)s->options->fit;
+    if (s->options->v_scales == TKV_SCALES_TOKEN) s->group = TKV_MAX_HEAD_DIM;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -6237,7 +6286,7 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
 static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
                           uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
-    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
+    uint8_t coded[TKV_MAX_HEAD_DIM], *scale = meta + 2 * (g * TKVI_BLOCK + token);
     tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
                     scale + 2 * s->groups * TKVI_BLOCK);
     for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];
@@ -6462,7 +6511,9 @@ static const tkvi_family tkvi_squat_family = {TKVI_HAS_SQUAT ? NULL : "TKV_NO_SQ
  *
  * Those caches need a learned basis. This basis needs no data, and makes the parts alike. Where a learned basis
  * works best, it is multiplied with such a rotation anyway (OSCAR, arXiv 2605.17757). Groups are coded as in KIVI,
- * with cfg.format.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
+ * with cfg.format.fit. With cfg.format.unrotated the basis is that of the channels. With one part, this is a
+ * minimum and a maximum per token and head. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a
+ * value, and in 8 parts 4.
  *
  * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] |
  *        zero fp16 [64][parts] |
@@ -6475,6 +6526,7 @@ static const tkvi_family tkvi_squat_family = {TKVI_HAS_SQUAT ? NULL : "TKV_NO_SQ
 static void tkvi_subspace_layout(tkvi_side *s) {
     s->groups = (int16_t)tkvi_min(s->options->subspaces, s->dim);
     s->fit = (int8_t)s->options->fit;
+    s->rotate = !s->options->unrotated;
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
@@ -6490,7 +6542,7 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, c
         uint8_t code[TKV_MAX_HEAD_DIM], *to = dst + (size_t)t * row;
         for (c = 0; c < s->dim; c++)
             y[c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
-        tkvi_rotate(y, s->dim);
+        if (s->rotate) tkvi_rotate(y, s->dim);
         for (g = 0; g < s->groups; g++) {
             int from = s->dim * g / s->groups, end = s->dim * (g + 1) / s->groups;
             uint8_t *scale = dst + s->code_bytes + 2 * (t * s->groups + g);
@@ -6519,7 +6571,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
                 y[c] = tkvi_f32(tkvi_f32(scale * (float)code) + zero); /* the product is exact */
             }
         }
-        tkvi_rotate_back(y, s->dim);
+        if (s->rotate) tkvi_rotate_back(y, s->dim);
     }
 }
 
@@ -7280,11 +7332,12 @@ static void tkvi_r_squares(const tkvi_side *s, const tkvi_simd_ops *ops, const u
  * middle for each token, from its values without outliers.
  *
  * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.model.rope, the block's
- * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
- * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
- * reads all slots; free slots hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of the nearer
- *       end. If outliers outnumber the slots, the largest differences get the slots.
+ * start), and decoding applies it again, so all other code sees ordinary keys. A token has slots for a share of its
+ * channels, rounded up: cfg.format.kvquant_outliers in thousandths, 10 by default. A slot holds an outlier: its
+ * channel, and the difference to its dense value. Decoding reads all slots; free slots hold 0.
+ *   K   outliers lie beyond the channel's range, at each end half of the share: the 0.5 % and 99.5 % percentiles by
+ *       default. They have the code of the nearer end. If outliers outnumber the slots, the largest differences get
+ *       the slots.
  *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
  *       smallest range. Outliers have the lower of the two middle codes.
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
@@ -7292,7 +7345,7 @@ static void tkvi_r_squares(const tkvi_side *s, const tkvi_simd_ops *ops, const u
  *
  * Options (cfg.format.kvquant):
  *   POST_ROPE   codes keys as given, after RoPE
- *   UNIFORM     has evenly spaced levels
+ *   UNIFORM     has evenly spaced levels; UNIFORM_K, UNIFORM_V: of one side
  *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
  *   DENSE       has no slots, and ranges hold every value
  *
@@ -7312,9 +7365,11 @@ static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_RO
                                                {"uniform", TKV_KVQUANT_UNIFORM},
                                                {"norm", TKV_KVQUANT_NORM},
                                                {"dense", TKV_KVQUANT_DENSE},
+                                               {"uniform-k", TKV_KVQUANT_UNIFORM_K},
+                                               {"uniform-v", TKV_KVQUANT_UNIFORM_V},
                                                {NULL, 0}};
 
-#define TKVI_KVQUANT_SLOTS 6 /* maximum, at 576 channels */
+#define TKVI_KVQUANT_SLOTS 18 /* maximum: 3 % of 576 channels */
 
 /* The state of a layer (formats/kvquant_tables.h). A head's state is the radii of its channels of K, then their
  * middles. */
@@ -7322,8 +7377,14 @@ typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
 
-static int tkvi_kvquant_slots(int dim, int flags) {
-    return flags & TKV_KVQUANT_DENSE ? 0 : tkvi_min((dim + 99) / 100, dim - 1);
+static int tkvi_kvquant_slots(int dim, const tkv_format_options *o) {
+    if (o->kvquant & TKV_KVQUANT_DENSE) return 0;
+    return tkvi_min((dim * o->kvquant_outliers + 999) / 1000, dim - 1);
+}
+
+static int tkvi_kvquant_is_uniform(const tkv_format_options *o, tkv_side side) {
+    return o->kvquant &
+           (TKV_KVQUANT_UNIFORM | (side == TKV_K ? TKV_KVQUANT_UNIFORM_K : TKV_KVQUANT_UNIFORM_V));
 }
 
 static int tkvi_kvquant_slot_bytes(const tkvi_side *s) { return s->dim > 256 ? 4 : 3; }
@@ -7334,7 +7395,7 @@ static int tkvi_kvquant_channel_at(const tkvi_side *s, const uint8_t *slot) {
 }
 
 static void tkvi_kvquant_layout(tkvi_side *s) {
-    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options->kvquant);
+    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * tkvi_kvquant_slot_bytes(s) * s->slots +
                              (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
@@ -7356,7 +7417,7 @@ static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
 
 static const tkvi_book *tkvi_kvquant_book(const tkvi_side *s, tkvi_book *standard) {
     if (s->layer_state) return &((const tkvi_kvquant *)s->layer_state)->book[s->which][s->format->bits - 2];
-    tkvi_book_standard(s->format->bits, s->options->kvquant & TKV_KVQUANT_UNIFORM, standard);
+    tkvi_book_standard(s->format->bits, tkvi_kvquant_is_uniform(s->options, s->which), standard);
     return standard;
 }
 
@@ -7394,12 +7455,6 @@ static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* a tie ta
 
 static float tkvi_kvquant_place(float x, float radius, float middle) {
     return radius > 0.0f ? tkvi_f32(tkvi_f32(x - middle) / radius) : 0.0f;
-}
-
-static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
-    int at = c * bits, wide = code << (at & 7);
-    row[at / 8] = (uint8_t)(row[at / 8] | (wide & 255));
-    if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
 }
 
 static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
@@ -7469,7 +7524,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         for (c = 0; c < s->dim; c++) {
             float place = tkvi_kvquant_place(y[c], r.radius[c], r.middle[c]), size;
             int code = tkvi_kvquant_code(&e, place), slot;
-            tkvi_kvquant_put(row, e.bits, c, code);
+            tkvi_put_code(row, e.bits, c, code);
             if (place >= -1.0f && place <= 1.0f && r.radius[c] > 0.0f) continue;
             y[c] = tkvi_f32(y[c] - tkvi_kvquant_value(e.decoded[code], r.radius[c], r.middle[c]));
             size = y[c] < 0.0f ? -y[c] : y[c];
@@ -7544,21 +7599,17 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
             code[k.out[i]] = (uint8_t)half;
             tkvi_kvquant_slot(s, dst, t, i, k.out[i], tkvi_f32(y[k.out[i]] - dense));
         }
-        for (c = 0; c < s->dim; c++) tkvi_kvquant_put(row, e.bits, c, code[c]);
+        for (c = 0; c < s->dim; c++) tkvi_put_code(row, e.bits, c, code[c]);
     }
 }
 
 /* >>decoding */
-/* Decodes the dense values of a row. Reads one byte beyond the row; the record has it. step 0: one range for
- * all. */
+/* Decodes the dense values of a row. step 0: one range for all. */
 static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,
                                const float *middle, int step, float *y) {
-    int c, mask = (1 << bits) - 1;
-    for (c = 0; c < dim; c++) {
-        const uint8_t *p = row + c * bits / 8;
-        int code = (p[0] | p[1] << 8) >> (c * bits & 7) & mask;
-        y[c] = tkvi_kvquant_value(level[code], radius[c * step], middle[c * step]);
-    }
+    int c;
+    for (c = 0; c < dim; c++)
+        y[c] = tkvi_kvquant_value(level[tkvi_get_code(row, bits, c)], radius[c * step], middle[c * step]);
 }
 
 /* A separate loop: y is already rounded and stored, so no compiler merges this sum with the earlier one. */
@@ -7615,7 +7666,7 @@ static void tkvi_kvquant_v_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
  * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
  * V. The tokens are those of hot and warm blocks (learn/statistics.h), or the caller's samples.
  *
- *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
+ *   1. Ranges of K: half of the share of outliers are the highest of n values of a channel, half the lowest. The next
  *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
  *      as in the encoder.
  *   2. Values within a range are scaled to -1 .. 1 and counted in a histogram, one for K and one for V over all
@@ -7646,7 +7697,7 @@ static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
 }
 
 /* >>ranges of K */
-#define TKVI_TAIL_ROOM 2048 /* values per end that one pass holds, all its channels together */
+#define TKVI_TAIL_ROOM 4096 /* values per end that one pass holds, all its channels together */
 
 /* The outermost values of some channels. */
 typedef struct tkvi_tails {
@@ -7682,7 +7733,7 @@ static void tkvi_kvquant_learn_ranges(const tkvi_family_state *to, const tkvi_to
     float *radius = tkvi_kvquant_range_of(to, head), *middle = radius + dim;
     tkvi_tails s;
     int c;
-    s.keep = to->options->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    s.keep = to->options->kvquant & TKV_KVQUANT_DENSE ? 1 : n * to->options->kvquant_outliers / 2000 + 1;
     for (s.first = 0; s.first < dim; s.first += s.channels) {
         s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, dim - s.first);
         s.n = 0;
@@ -7745,7 +7796,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
     int head, pass, bits;
     memset(&s, 0, sizeof s);
     s.dim = side == TKV_K ? g->head_dim : g->v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, to->options->kvquant);
+    s.slots = tkvi_kvquant_slots(s.dim, to->options);
     for (pass = 0; pass < 2; pass++) {
         for (head = 0; head < g->n_kv_heads; head++) {
             if (side == TKV_K) {
@@ -7759,7 +7810,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
     for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, to->options->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+        tkvi_book_make(s.count, bits, tkvi_kvquant_is_uniform(to->options, side), &book[bits - 2]);
     }
 }
 
@@ -7787,7 +7838,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(state->options->kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(state->options->kvquant & ~(TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_NORM));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -7795,7 +7846,10 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
         for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
         h = tkvi_fnv1a_more(h, b, 8);
     }
-    return h;
+    b[0] = (uint8_t)state->options->kvquant_outliers;
+    return b[0] == 10
+               ? h
+               : tkvi_fnv1a_more(h, b, 1); /* 10: the share of calibrations before there was an option */
 }
 
 static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
@@ -7863,7 +7917,7 @@ static int tkvi_kvquant_valid(const tkvi_geometry *g, const uint8_t *at) {
 static const char *tkvi_kvquant_find_fault(const tkvi_family_state *to, const uint8_t *at, int used) {
     if (!tkvi_kvquant_valid(to->geometry, at)) return "the calibration has invalid ranges or levels";
     if (used && (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(to))
-        return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
+        return "the calibration was made with another cfg.model.rope, cfg.format.kvquant or kvquant_outliers";
     return NULL;
 }
 
@@ -7909,7 +7963,7 @@ static const tkvi_family tkvi_kvquant_family = {
  *
  * Bytes of one side:
  *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
- *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row padded to a whole byte
+ * A row of codes is padded to a whole byte. Its codes follow one another, low bits first (tkvi_put_code).
  */
 #ifndef TKVI_FORMATS_TOKEN_H
 #define TKVI_FORMATS_TOKEN_H
@@ -7920,7 +7974,7 @@ static const tkvi_family tkvi_kvquant_family = {
 static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
 
 typedef struct tkvi_grid {
-    int bits;             /* of a code: 4 or 8 */
+    int bits;             /* of a code: 2 to 8 */
     float top;            /* the largest level */
     int per_group, parts; /* 1: a scale per cfg.format.group_size channels, 0: one a token; 1: has factors */
     int (*code)(float y); /* code of the nearest level, half to even; any finite y */
@@ -7931,7 +7985,8 @@ static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
     s->grid = grid;
     s->rotate = s->options->rotate >> s->which & 1;
     s->center = s->options->center_k && s->which == TKV_K;
-    if (!grid->per_group) s->group = TKV_MAX_HEAD_DIM;
+    if (!grid->per_group || tkvi_scales_of(s->options, s->which) == TKV_SCALES_TOKEN)
+        s->group = TKV_MAX_HEAD_DIM;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * grid->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 2);
@@ -7980,11 +8035,8 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
                              uint8_t *codes) {
     int c;
     if (!(scale > 0.0f)) return;
-    for (c = first; c < first + n; c++) {
-        int code = grid->code(tkvi_f32(y[c] / scale));
-        if (grid->bits == 8) codes[c] = (uint8_t)code;
-        else codes[c / 2] = (uint8_t)(codes[c / 2] | code << c % 2 * 4);
-    }
+    for (c = first; c < first + n; c++)
+        tkvi_put_code(codes, grid->bits, c, grid->code(tkvi_f32(y[c] / scale)));
 }
 
 static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -8035,7 +8087,7 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
         const uint8_t *codes = src + (size_t)t * at.row;
         float *y = x + (size_t)(t - first) * stride, scale = 0.0f, part = 1.0f;
         for (c = 0; c < s->dim; c++) {
-            int code = grid->bits == 8 ? codes[c] : codes[c / 2] >> c % 2 * 4 & 15;
+            const int code = tkvi_get_code(codes, grid->bits, c);
             if (c % s->group == 0)
                 scale = tkvi_f16_to_f32(tkvi_load16(src + at.scale + 2 * (t * s->groups + c / s->group)));
             if (at.parts && c % TKVI_PART == 0)
@@ -8056,9 +8108,15 @@ static const tkvi_family tkvi_token_family = {
 /*
  * formats/int.h - INT8, INT4: integers -127 .. 127 and -7 .. 7, with one fp16 scale per token and 64 or 32
  * channels (cfg.format.group_size): largest |x| / 127 or / 7. This is the symmetric grid of QuaRot and of most int8
- * caches. -128 and -8 are never written. A code is two's complement in a byte or half a byte. 8.25 and 4.25 bits a
+ * caches. -128 and -8 are never written. A code is two's complement. 8.25 and 4.25 bits a
  * value in groups of 64, 8.5 and 4.5 in groups of 32. Use cfg.format.rotate with INT4, because large channels ruin
  * their group otherwise.
+ *
+ * Two options change the bytes:
+ *   cfg.format.int_bits              both formats have codes of so many bits, 2 to 8: -1 .. 1 to -127 .. 127
+ *   k_scales, v_scales = ..._TOKEN   a token of a head has one scale: INT4 takes 4.125 bits a value at head_dim 128
+ *
+ * Attention and reading have vectors for codes of 2, 3, 4 and 8 bits. Others are decoded one by one.
  *
  * Bytes: formats/token.h.
  */
@@ -8066,20 +8124,41 @@ static const tkvi_family tkvi_token_family = {
 #define TKVI_FORMATS_INT_H
 
 
-static int tkvi_int8_code(float y) { return tkvi_rne(tkvi_clampf(y, -127.0f, 127.0f)) & 255; }
+static int tkvi_int_code(float y, int bits) {
+    const float top = (float)((1 << (bits - 1)) - 1);
+    return tkvi_rne(tkvi_clampf(y, -top, top)) & ((1 << bits) - 1);
+}
 
-static float tkvi_int8_level(int code) { return (float)tkvi_signed_byte(code); }
+static float tkvi_int_level(int code, int bits) {
+    const int sign = 1 << (bits - 1);
+    return (float)((code ^ sign) - sign);
+}
 
-static int tkvi_int4_code(float y) { return tkvi_rne(tkvi_clampf(y, -7.0f, 7.0f)) & 15; }
+#define TKVI_INT_GRID_(bits)                                                                                 \
+    static int tkvi_int##bits##_code(float y) { return tkvi_int_code(y, bits); }                             \
+    static float tkvi_int##bits##_level(int code) { return tkvi_int_level(code, bits); }
+TKVI_INT_GRID_(2)
+TKVI_INT_GRID_(3)
+TKVI_INT_GRID_(4)
+TKVI_INT_GRID_(5)
+TKVI_INT_GRID_(6)
+TKVI_INT_GRID_(7)
+TKVI_INT_GRID_(8)
+#undef TKVI_INT_GRID_
 
-static float tkvi_int4_level(int code) { return (float)((code ^ 8) - 8); }
+static const tkvi_grid tkvi_int_grids[] = {/* by bits - 2 */
+                                           {2, 1.0f, 1, 0, tkvi_int2_code, tkvi_int2_level},
+                                           {3, 3.0f, 1, 0, tkvi_int3_code, tkvi_int3_level},
+                                           {4, 7.0f, 1, 0, tkvi_int4_code, tkvi_int4_level},
+                                           {5, 15.0f, 1, 0, tkvi_int5_code, tkvi_int5_level},
+                                           {6, 31.0f, 1, 0, tkvi_int6_code, tkvi_int6_level},
+                                           {7, 63.0f, 1, 0, tkvi_int7_code, tkvi_int7_level},
+                                           {8, 127.0f, 1, 0, tkvi_int8_code, tkvi_int8_level}};
 
-static const tkvi_grid tkvi_grid_int8 = {8, 127.0f, 1, 0, tkvi_int8_code, tkvi_int8_level};
-static const tkvi_grid tkvi_grid_int4 = {4, 7.0f, 1, 0, tkvi_int4_code, tkvi_int4_level};
-
-static void tkvi_int8_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int8); }
-
-static void tkvi_int4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_int4); }
+static void tkvi_int_layout(tkvi_side *s) {
+    const int bits = s->options->int_bits ? s->options->int_bits : s->format->bits;
+    tkvi_token_layout(s, &tkvi_int_grids[bits - 2]);
+}
 
 #endif /* TKVI_FORMATS_INT_H */
 /* ======== formats/float.h ======== */
@@ -8126,6 +8205,8 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
 #define TKVI_FORMATS_TABLE_H
 
 
+#define TKVI_COLUMNS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_CHANNEL)
+#define TKVI_ROWS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_TOKEN)
 #define TKVI_EXACT_(t)                                                                                       \
     {                                                                                                        \
         {tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put}, {                   \
@@ -8202,42 +8283,45 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
      TKVI_AS_TILES,
      0,
      0,
+     {0, 0},
      {TKVI_NO_SIDE_, TKVI_NO_SIDE_},
      &tkvi_plain_family}, /* TKV_FORMAT_DEFAULT */
-    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32), &tkvi_plain_family},
-    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16), &tkvi_plain_family},
-    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16), &tkvi_plain_family},
-    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8), &tkvi_token_family},
-    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4), &tkvi_token_family},
-    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3), &tkvi_token_family},
-    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2), &tkvi_token_family},
-    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4), &tkvi_token_family},
-    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
-    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
-    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
-    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
-    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
-    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
-    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"f32", 32, TKVI_AS_F32, 0, 0, {0, 0}, TKVI_EXACT_(f32), &tkvi_plain_family},
+    {"f16", 16, TKVI_AS_F16, 0, 0, {0, 0}, TKVI_EXACT_(f16), &tkvi_plain_family},
+    {"bf16", 16, TKVI_AS_BF16, 0, 0, {0, 0}, TKVI_EXACT_(bf16), &tkvi_plain_family},
+    {"q8", 8, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi4", 4, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi3", 3, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi2", 2, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"a40", 16, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a35", 14, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a30", 12, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a275", 11, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a25", 10, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a225", 9, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a20", 8, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a175", 7, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a15", 6, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"r40", 16, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r30", 12, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r20", 8, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r15", 6, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r10", 4, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"int8", 8, TKVI_AS_DECODED, 0, 0, {TKVI_ROWS_, TKVI_ROWS_}, TKVI_TOKEN_(int), &tkvi_token_family},
+    {"int4", 4, TKVI_AS_DECODED, 0, 0, {TKVI_ROWS_, TKVI_ROWS_}, TKVI_TOKEN_(int), &tkvi_token_family},
+    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_TOKEN_(e4m3), &tkvi_token_family},
+    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_TOKEN_(e5m2), &tkvi_token_family},
+    {"fp4", 4, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_TOKEN_(fp4), &tkvi_token_family},
+    {"squat4", 4, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, 0}, TKVI_SQUAT_, &tkvi_squat_family},
+    {"squat2", 2, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, 0}, TKVI_SQUAT_, &tkvi_squat_family},
+    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_KVQUANT_, &tkvi_kvquant_family},
 };
+#undef TKVI_COLUMNS_
+#undef TKVI_ROWS_
 #undef TKVI_A_
 #undef TKVI_R_
 #undef TKVI_NO_SIDE_
@@ -8281,6 +8365,9 @@ static tkv_format tkvi_format_from_name(const char *name) {
     return TKV_FORMAT_DEFAULT;
 }
 
+static const tkvi_word tkvi_words_scales[] = {
+    {"group", TKV_SCALES_GROUP}, {"token", TKV_SCALES_TOKEN}, {"channel", TKV_SCALES_CHANNEL}, {NULL, 0}};
+
 /* >>options: the fields of tkv_format_options, in their order */
 static const tkvi_row tkvi_option_rows[] = {
     TKVI_OPTION(group_size, TKVI_INT, NULL, 64, 32, 64, 32, "it must be 64 or 32"),
@@ -8292,7 +8379,15 @@ static const tkvi_row tkvi_option_rows[] = {
     TKVI_OPTION(center_k, TKVI_INT, tkvi_words_switch, 0, 1, 1, 1, "it must be 0 or 1"),
     TKVI_OPTION(squat_block, TKVI_INT, NULL, 16, 16, 64, 48, "it must be 16 or 64"),
     TKVI_OPTION(subspaces, TKVI_INT, NULL, 4, 1, 16, 1, "it must be 1 to 16, or 0 for 4"),
-    TKVI_OPTION(kvquant, TKVI_FLAGS, tkvi_words_kvquant, 0, 1, 15, 1, "it must be bits of tkv_kvquant"),
+    TKVI_OPTION(kvquant, TKVI_FLAGS, tkvi_words_kvquant, 0, 1, 63, 1, "it must be bits of tkv_kvquant"),
+    TKVI_OPTION(k_scales, TKVI_INT, tkvi_words_scales, TKV_SCALES_GROUP, 1, TKV_SCALES_CHANNEL, 1,
+                "it must be a tkv_scales"),
+    TKVI_OPTION(v_scales, TKVI_INT, tkvi_words_scales, TKV_SCALES_GROUP, 1, TKV_SCALES_CHANNEL, 1,
+                "it must be a tkv_scales"),
+    TKVI_OPTION(int_bits, TKVI_INT, NULL, 0, 2, 8, 1, "it must be 2 to 8, or 0 for those of the format"),
+    TKVI_OPTION(unrotated, TKVI_INT, tkvi_words_switch, 0, 1, 1, 1, "it must be 0 or 1"),
+    TKVI_OPTION(kvquant_outliers, TKVI_INT, NULL, 10, 1, 30, 1,
+                "it must be 1 to 30 thousandths, or 0 for 10"),
 };
 #define TKVI_OPTIONS ((int)(sizeof tkvi_option_rows / sizeof *tkvi_option_rows))
 
@@ -8323,6 +8418,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || c->position < 0) return 0;
     if (c->head_dim > 256 && tkvi_formats[c->format].family->too_wide) return 0;
     if (tkvi_find_invalid_option(&c->options)) return 0;
+    if (!tkvi_has_scales(&tkvi_formats[c->format], &c->options, c->side)) return 0;
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     *options = c->options;
     tkvi_fill_options(options);
@@ -10515,6 +10611,7 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int16_t *w, const tkvi_vi *k) {
 #ifdef TKVI_VECTORS
 
 #define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 32) /* scales of a token; more are decoded by tkvi_decode_side */
+#define TKVI_ROW_SLOTS 6                       /* outliers of a token, likewise */
 
 typedef void (*tkvi_f16_loader)(const uint8_t *src, int n, float *dst); /* as in tkvi_simd_ops */
 
@@ -10544,7 +10641,7 @@ typedef struct tkvi_code_rows {
     const uint8_t *factors; /* E4M3, [64][parts], scale is factor * zero[token]; NULL: none */
     int rotated;
     uintptr_t ahead; /* see tkvi_prefetch */
-    TKVI_ALIGNED float level[16], outlier[TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float level[16], outlier[TKVI_BLOCK * TKVI_ROW_SLOTS];
     TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_PARTS + 16],
         zero[TKVI_BLOCK * TKVI_MAX_PARTS]; /* + 16: slack */
 } tkvi_code_rows;
@@ -10567,13 +10664,13 @@ static void tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     if (s->center) r->means = r->codes + at.mean;
     if (at.parts) r->factors = r->codes + at.part;
     load(r->codes + at.scale, TKVI_BLOCK * s->groups, at.parts ? r->zero : r->scale);
-    if (r->bits == 4) {
-        for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
+    if (r->bits <= 4) {
+        for (c = 0; c < 1 << r->bits; c++) level[c] = s->grid->level(c);
         tkvi_set_levels(r, level);
     } else {
-        r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
-                  : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
-                                               : TKVI_CODES_E5M2;
+        r->kind = s->grid == &tkvi_int_grids[6] ? TKVI_CODES_INT8
+                  : s->grid == &tkvi_grid_e4m3  ? TKVI_CODES_E4M3
+                                                : TKVI_CODES_E5M2;
     }
 }
 
@@ -10585,7 +10682,7 @@ static void tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     r->scales = TKVI_LINE_BY_TOKEN;
     r->parts = s->groups;
     r->shift = tkvi_log2_floor(width);
-    r->rotated = 1;
+    r->rotated = s->rotate;
     load(r->codes + s->code_bytes, n, r->scale);
     load(r->codes + s->code_bytes + 2 * n, n, r->zero);
 }
@@ -10594,7 +10691,7 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const uint8_t *slot = r->codes + tkvi_kvquant_places(s).slot;
     const int bytes = tkvi_kvquant_slot_bytes(s);
-    uint8_t outlier[2 * TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
+    uint8_t outlier[2 * TKVI_BLOCK * TKVI_ROW_SLOTS];
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     int i;
@@ -10620,12 +10717,14 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
 static int tkvi_reads_code_rows(const tkvi_side *s) {
     if (s->dim < 16) return 0;
     if (TKVI_HAS_TOKEN_FORMATS && s->grid)
-        return tkvi_max(s->groups, tkvi_token_places(s).parts) <= TKVI_MAX_PARTS;
+        return (s->grid->bits <= 4 || s->grid->bits == 8) &&
+               tkvi_max(s->groups, tkvi_token_places(s).parts) <= TKVI_MAX_PARTS;
     if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout) {
         const int width = s->dim / s->groups;
         return width % 16 == 0 && (width & (width - 1)) == 0 && width * s->groups == s->dim;
     }
-    return TKVI_HAS_KVQUANT && (s->which == TKV_V || !s->tabled || s->head_state);
+    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS &&
+           (s->which == TKV_V || !s->tabled || s->head_state);
 }
 
 /* Prepares reading of a side that tkvi_reads_code_rows. */
@@ -12227,7 +12326,7 @@ TKVI_OP void TKVI_N(encode_group_v)(const tkvi_side *s, const float *x, size_t s
 TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_t stride, int n,
                                        tkvi_codes code, uint8_t *meta) {
     int g, c, t;
-    if (s->fit || s->order) {
+    if (s->fit || s->order || s->group > TKVI_BLOCK) {
         tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
         return;
     }
@@ -19058,7 +19157,7 @@ TKVI_OP void TKVI_N(encode_group_v)(const tkvi_side *s, const float *x, size_t s
 TKVI_KERNEL void TKVI_N(encode_groups)(const tkvi_side *s, const float *x, size_t stride, int n,
                                        tkvi_codes code, uint8_t *meta) {
     int g, c, t;
-    if (s->fit || s->order) {
+    if (s->fit || s->order || s->group > TKVI_BLOCK) {
         tkvi_encode_groups_scalar(s, x, stride, n, code, meta);
         return;
     }
@@ -24103,6 +24202,20 @@ static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channel
     return NULL;
 }
 
+/* Finds a side whose format cannot have the scales of the options, and returns the error. NULL: there is none. */
+static const char *tkvi_find_unread_scales(const tkvi_derived_config *h, tkv_side side) {
+    int i;
+    for (i = 0; i < h->n_keys; i++) {
+        const tkvi_format *f = &tkvi_formats[side == TKV_K ? h->key[i].pair.k : h->key[i].pair.v];
+        if (tkvi_has_scales(f, &h->cfg.format, side) || (side == TKV_V && h->key[i].v_in_k)) continue;
+        return f->scales[side] >> TKV_SCALES_TOKEN & 1
+                   ? "no kernel reads a scale per channel of this side: it must be group or token"
+                   : "no kernel reads a scale per token of keys in Q8, KIVI and SQUAT: it must be group or "
+                     "channel, or take SUBSPACE formats";
+    }
+    return NULL;
+}
+
 /* Finds a format of K that cannot hold V as well. Returns it, or TKV_FORMAT_DEFAULT if there is none. */
 static tkv_format tkvi_find_without_v(const tkvi_derived_config *h) {
     int i;
@@ -24223,9 +24336,15 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
     if (!st) {
-        int channels;
+        int channels, side;
         wrong = tkvi_find_too_wide(shape, &channels);
         if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
+        for (side = TKV_K; side <= TKV_V; side++) {
+            wrong = tkvi_find_unread_scales(shape, (tkv_side)side);
+            if (wrong)
+                return tkvi_bad_in(reason, size, "format.", side == TKV_K ? "k_scales" : "v_scales",
+                                   tkvi_scales_of(&cfg->format, (tkv_side)side), wrong);
+        }
         if (tkvi_find_without_v(shape))
             return tkvi_bad(
                 reason, size, "v_in_k", 1,

@@ -30,7 +30,12 @@
     "  center 1           int, fp8 and fp4 store K's channel means apart\n"                                  \
     "  squat_block N      channels that squat codes together: 16 or 64 (16)\n"                               \
     "  subspaces N        parts of a token in subspace formats: 1 to 16 (4)\n"                               \
-    "  kvquant HOW        options of kvquant: post-rope, uniform, norm, dense, norm+dense ...\n"             \
+    "  kvquant HOW        options of kvquant: post-rope, uniform, norm, dense, uniform-k ..., joined by +\n" \
+    "  kvquant_outliers N outliers of a token, in thousandths: 1 to 30 (10)\n"                               \
+    "  int_bits N         bits of a code in int8 and int4: 2 to 8\n"                                         \
+    "  k_scales N, v_scales N   values with one scale in q8, kivi and int: 0 a group, 1 a token, 2 a "       \
+    "channel\n"                                                                                              \
+    "  unrotated 1        subspace formats do not rotate\n"                                                  \
     "  precise 1          attention uses hi and lo limbs of queries and weights in every format\n"           \
     "  evict HOW:N        evicts tokens, so that each layer keeps N: sliding, h2o, snapkv, pyramidkv,\n"     \
     "                     tova, knorm, keydiff, scissorhands, fifo, random, scores (tkv_evict_policy)\n"     \
@@ -169,6 +174,11 @@ static inline int *plan_number(
     if (strcmp(word, "center") == 0) return &cfg->format.center_k;
     if (strcmp(word, "squat_block") == 0) return &cfg->format.squat_block;
     if (strcmp(word, "subspaces") == 0) return &cfg->format.subspaces;
+    if (strcmp(word, "kvquant_outliers") == 0) return &cfg->format.kvquant_outliers;
+    if (strcmp(word, "int_bits") == 0) return &cfg->format.int_bits;
+    if (strcmp(word, "k_scales") == 0) return &cfg->format.k_scales;
+    if (strcmp(word, "v_scales") == 0) return &cfg->format.v_scales;
+    if (strcmp(word, "unrotated") == 0) return &cfg->format.unrotated;
     if (strcmp(word, "precise") == 0) return &cfg->host.precise;
     if (strcmp(word, "every") == 0) return &cfg->importance.sample_every;
     if (strcmp(word, "anchors") == 0) return &cfg->tiers.n_anchors;
@@ -190,7 +200,8 @@ static inline int plan_knows(const char *word) {
 
 static inline const char *plan_word(tkv_config *cfg, const char *word, const char *value) {
     static const char *const fits[] = {"clip", "norm", "unbiased", NULL}, *const sides[] = {"k", "v", NULL};
-    static const char *const kvquant[] = {"post-rope", "uniform", "norm", "dense", NULL};
+    static const char *const kvquant[] = {"post-rope", "uniform",   "norm", "dense",
+                                          "uniform-k", "uniform-v", NULL};
     int *number = plan_number(cfg, word);
     if (number) return plan_count(value, strlen(value), number) ? NULL : "it must be a number";
     if (strcmp(word, "preset") == 0) return tkv_apply_preset(cfg, value) == TKV_OK ? NULL : "unknown preset";
@@ -228,7 +239,7 @@ static inline const char *plan_word(tkv_config *cfg, const char *word, const cha
     if (strcmp(word, "kvquant") == 0)
         return plan_bits(value, kvquant, &cfg->format.kvquant)
                    ? NULL
-                   : "it must be post-rope, uniform, norm or dense, joined by +";
+                   : "it must be post-rope, uniform, norm, dense, uniform-k or uniform-v, joined by +";
     return "unknown word of a plan";
 }
 

@@ -151,11 +151,22 @@ typedef enum tkv_fit {
 typedef enum tkv_rotate { TKV_ROTATE_K = 1, TKV_ROTATE_V = 2 } tkv_rotate;
 /* Bits of cfg.format.kvquant: how KVQUANT formats differ from the paper's "nuq, 1 %" (formats/kvquant.h). */
 typedef enum tkv_kvquant {
-    TKV_KVQUANT_POST_ROPE = 1, /* codes keys after RoPE, as appended; required without cfg.model.rope */
-    TKV_KVQUANT_UNIFORM = 2,   /* levels are evenly spaced */
-    TKV_KVQUANT_NORM = 4,      /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
-    TKV_KVQUANT_DENSE = 8      /* stores no outliers */
+    TKV_KVQUANT_POST_ROPE = 1,  /* codes keys after RoPE, as appended; required without cfg.model.rope */
+    TKV_KVQUANT_UNIFORM = 2,    /* levels are evenly spaced */
+    TKV_KVQUANT_NORM = 4,       /* decoded values keep the variance (Q-Norm); helps at 3 bits and less */
+    TKV_KVQUANT_DENSE = 8,      /* stores no outliers */
+    TKV_KVQUANT_UNIFORM_K = 16, /* levels of keys are evenly spaced */
+    TKV_KVQUANT_UNIFORM_V = 32  /* levels of values are evenly spaced */
 } tkv_kvquant;
+/* Which values of a block share a scale (and a zero) in Q8, KIVI, SQUAT and INT formats: cfg.format.k_scales, v_scales.
+ * Creation refuses what no kernel reads: TOKEN for keys of Q8, KIVI and SQUAT, CHANNEL for values and for INT formats.
+ * Other formats ignore it. SUBSPACE formats with subspaces = 1 have a scale and a zero per token, on both sides. */
+typedef enum tkv_scales {
+    TKV_SCALES_GROUP = 0, /* group_size values: tokens of a channel for keys of Q8, KIVI and SQUAT, */
+    /*   channels of a token for values and for INT formats */
+    TKV_SCALES_TOKEN,  /* all channels of a token and head */
+    TKV_SCALES_CHANNEL /* all 64 tokens of a channel */
+} tkv_scales;
 typedef enum tkv_isa {
     TKV_ISA_AUTO = 0,
     TKV_ISA_SCALAR,
@@ -503,6 +514,11 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
     int squat_block; /* channels that SQUAT formats code together: 16, or 64 as the authors; 0: 16 */
     int subspaces;   /* parts of a token in SUBSPACE formats: 1 to 16; 0: 4 */
     int kvquant;     /* bits of tkv_kvquant, for KVQUANT formats */
+    int k_scales,
+        v_scales; /* tkv_scales of each side: which values share a scale in Q8, KIVI, SQUAT and INT formats */
+    int int_bits; /* bits of a code in INT8 and INT4: 2 to 8; 0: 8 and 4. 5 to 7 are read without vectors */
+    int unrotated;        /* 1: SUBSPACE formats code the channels as they are, without the rotation */
+    int kvquant_outliers; /* outliers of a token that KVQUANT stores apart, in thousandths: 1 to 30; 0: 10 */
 } tkv_format_options;
 
 typedef struct tkv_budget_config { /* see tkv_get_budget */

@@ -160,6 +160,7 @@
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_scales TKV_NAME_(tkv_scales)
 #define tkv_score_params TKV_NAME_(tkv_score_params)
 #define tkv_score_source TKV_NAME_(tkv_score_source)
 #define tkv_select_victims TKV_NAME_(tkv_select_victims)

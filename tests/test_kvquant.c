@@ -44,15 +44,19 @@ typedef struct block_reader {
     const double *radius, *middle; /* of K channels, from the table; NULL: from the block */
 } block_reader;
 
-static int n_slots_of(int dim) { return dim == 1 ? 0 : dim <= 100 ? 1 : dim <= 200 ? 2 : 3; }
+/* share: thousandths */
+static int n_slots_of(int dim, int share) {
+    const int n = (dim * share + 999) / 1000;
+    return n < dim ? n : dim - 1;
+}
 
-static block_reader make_reader(tkv_format f, int side, int dim, int flags, const uint8_t *src) {
+static block_reader make_reader(tkv_format f, int side, int dim, int flags, int share, const uint8_t *src) {
     block_reader r;
     memset(&r, 0, sizeof r);
     r.bits = f == TKV_KVQUANT4 ? 4 : f == TKV_KVQUANT3 ? 3 : 2;
     r.dim = dim;
     r.k = !side;
-    r.n_slots = flags & TKV_KVQUANT_DENSE ? 0 : n_slots_of(dim);
+    r.n_slots = flags & TKV_KVQUANT_DENSE ? 0 : n_slots_of(dim, share);
     r.src = src;
     return r;
 }
@@ -121,13 +125,14 @@ static double range_of(const float *x, int n, int dim, int side, int t, int c) {
 }
 
 /* Levels without a table: evenly spaced from -1 to 1, or fitted to a normal distribution (core/codebook.h). */
-static double standard_level(int bits, int flags, int code) {
+static double standard_level(int bits, int side, int flags, int code) {
     static const int normal[3][8] = {{404, 1340, 0, 0, 0, 0, 0, 0}, /* in 1/2048; upper half */
                                      {207, 638, 1126, 1758, 0, 0, 0, 0},
                                      {102, 306, 518, 742, 983, 1253, 1567, 1955}};
     const int half = 1 << (bits - 1), i = code < half ? half - 1 - code : code - half;
     const double even = (double)float_of_f16(f16_of((float)((2.0 * i + 1) / ((1 << bits) - 1))));
-    const double y = flags & TKV_KVQUANT_UNIFORM ? even : normal[bits - 2][i] / 2048.0;
+    const int even_ones = TKV_KVQUANT_UNIFORM | (side ? TKV_KVQUANT_UNIFORM_V : TKV_KVQUANT_UNIFORM_K);
+    const double y = flags & even_ones ? even : normal[bits - 2][i] / 2048.0;
     return code < half ? -y : y;
 }
 
@@ -138,22 +143,24 @@ TEST(bytes_follow_the_layout) {
     for (f = 0; f < 3; f++)
         for (i = 0; i < COUNT(dims); i++)
             for (side = 0; side < 2; side++)
-                for (flags = 0; flags < 16; flags += tkv_test_quick() ? 6 : 2) {
-                    int dim = dims[i], bits = 2 + f,
-                        n_slots = flags & TKV_KVQUANT_DENSE ? 0 : n_slots_of(dim);
+                for (flags = 0; flags < 64; flags += tkv_test_quick() ? 14 : 2) {
+                    static const int shares[] = {10, 1, 30, 25};
+                    int dim = dims[i], bits = 2 + f, share = shares[(i + flags / 2) % 4],
+                        n_slots = flags & TKV_KVQUANT_DENSE ? 0 : n_slots_of(dim, share);
                     tkv_codec cd = make_codec(kvquant_formats[f], side, dim);
-                    block_reader r = make_reader(kvquant_formats[f], side, dim, flags, bytes);
+                    block_reader r = make_reader(kvquant_formats[f], side, dim, flags, share, bytes);
                     int wrong = 0, n_far = 0;
                     size_t size = (size_t)(BLOCK * ((dim * bits + 7) / 8 + 3 * n_slots) +
                                            (side ? 4 * BLOCK : 4 + 4 * dim));
                     cd.options.kvquant = flags;
+                    cd.options.kvquant_outliers = share == 10 ? 0 : share;
                     CHECK_EQ(tkv_get_block_bytes(&cd),
                              align64((size_t)(BLOCK * ((dim * bits + 7) / 8))) +
                                  align64(size - (size_t)(BLOCK * ((dim * bits + 7) / 8))));
                     n = flags % 4 ? BLOCK : 1 + tkv_rng_below(&rng, BLOCK);
                     fill_input(&rng, (i + flags / 2) % 6, n, dim);
                     encode_and_decode(&cd, n);
-                    for (c = 0; c < 1 << bits; c++) r.level[c] = standard_level(bits, flags, c);
+                    for (c = 0; c < 1 << bits; c++) r.level[c] = standard_level(bits, side, flags, c);
                     for (t = 0; t < n; t++)
                         for (c = 0; c < dim; c++) {
                             double x = clamp_to_f16(in[t * dim + c]), y = (double)out[t * dim + c];
@@ -526,8 +533,8 @@ TEST(offloaded_blocks_and_saved_tables) {
             REQUIRE(offloaded == 1 + block); /* the store has the bytes of the block, in one part per head */
             CHECK_EQ(tkv_read(kv, 0, 0, 4 + 64 * block, 64, read_k, read_v), TKV_OK);
             for (h = 0; h < HEADS; h++) {
-                block_reader k = make_reader(kvquant_formats[f], 0, dim, flags, NULL), v;
-                v = make_reader(kvquant_formats[(f + flags) % 3], 1, v_dim, flags, NULL);
+                block_reader k = make_reader(kvquant_formats[f], 0, dim, flags, 10, NULL), v;
+                v = make_reader(kvquant_formats[(f + flags) % 3], 1, v_dim, flags, 10, NULL);
                 k.src = d.key[d.last_key].bytes + d.key[d.last_key].at[h];
                 v.src = k.src + align64((size_t)(BLOCK * ((dim * bits + 7) / 8))) +
                         align64((size_t)(4 + 3 * BLOCK * k.n_slots));
@@ -598,11 +605,12 @@ TEST(ranges_are_percentiles) {
     int i, flags, t, c, h, k;
     for (i = 0; i < COUNT(counts); i++)
         for (flags = 0; flags < 16; flags += 8) {
-            int n = counts[i], n_excluded = flags ? 0 : n / 200;
+            int n = counts[i], share = i % 2 ? 30 : 10, n_excluded = flags ? 0 : n * share / 2000;
             model_sequence *s = make_sequence(TKV_KVQUANT3, TKV_KVQUANT3, 128, 16, 6, 22);
             tkv_samples samples;
             tkv_cache *kv = NULL;
             s->cfg.format.kvquant = flags;
+            s->cfg.format.kvquant_outliers = share;
             REQUIRE(tkv_create(&s->cfg, &kv) == TKV_OK);
             memset(&samples, 0, sizeof samples);
             samples.n = n;
@@ -860,7 +868,7 @@ TEST(saved_tables) {
     CHECK(info.tokens[TKV_TIER_ARCHIVE] >= 128);
     tkv_destroy(b);
     /* it does not serve another RoPE, mode or model */
-    for (k = 0; k < 7; k++) {
+    for (k = 0; k < 10; k++) {
         cfg = s->cfg;
         if (k == 0) cfg.model.rope.base = 20000;
         if (k == 1) cfg.model.rope.interleaved = 1;
@@ -869,6 +877,9 @@ TEST(saved_tables) {
         if (k == 4) cfg.format.kvquant = TKV_KVQUANT_UNIFORM;
         if (k == 5) cfg.format.kvquant = TKV_KVQUANT_DENSE;
         if (k == 6) cfg.model.v_head_dim = 64;
+        if (k == 7) cfg.format.kvquant = TKV_KVQUANT_UNIFORM_K;
+        if (k == 8) cfg.format.kvquant = TKV_KVQUANT_UNIFORM_V;
+        if (k == 9) cfg.format.kvquant_outliers = 9;
         REQUIRE(tkv_create(&cfg, &b) == TKV_OK);
         CHECK_EQ(tkv_load_calibration(b, saved, size), TKV_ERR_DATA);
         CHECK_EQ(n_calibrated_layers(b), 0);
@@ -1018,6 +1029,7 @@ TEST(attention) {
                 if (!is_isa_available(isas[i]) || (tkv_test_quick() && (d + i + f) % 3)) continue;
                 s->cfg.host.isa = isas[i];
                 s->cfg.format.kvquant = d % 2 ? TKV_KVQUANT_NORM : 0;
+                if (d > 3) s->cfg.format.kvquant_outliers = d == 4 ? 5 : 30;
                 s->cfg.model.rope.interleaved = f % 2;
                 if (d >= 3 && (d + f) % 2)
                     s->cfg.model.rope.dim = 32; /* the other channels are not rotated */

@@ -676,9 +676,9 @@ TEST(invalid_rope_is_refused) {
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strstr(reason, "rope.dim is 34") != NULL);
     cfg.model.rope.dim = 32;
-    cfg.format.kvquant = 16;
+    cfg.format.kvquant = 64;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    CHECK(strstr(reason, "kvquant is 16") != NULL);
+    CHECK(strstr(reason, "kvquant is 64") != NULL);
     cfg.format.kvquant = 15;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
 }

@@ -1085,6 +1085,20 @@ static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channel
     return NULL;
 }
 
+/* Finds a side whose format cannot have the scales of the options, and returns the error. NULL: there is none. */
+static const char *tkvi_find_unread_scales(const tkvi_derived_config *h, tkv_side side) {
+    int i;
+    for (i = 0; i < h->n_keys; i++) {
+        const tkvi_format *f = &tkvi_formats[side == TKV_K ? h->key[i].pair.k : h->key[i].pair.v];
+        if (tkvi_has_scales(f, &h->cfg.format, side) || (side == TKV_V && h->key[i].v_in_k)) continue;
+        return f->scales[side] >> TKV_SCALES_TOKEN & 1
+                   ? "no kernel reads a scale per channel of this side: it must be group or token"
+                   : "no kernel reads a scale per token of keys in Q8, KIVI and SQUAT: it must be group or "
+                     "channel, or take SUBSPACE formats";
+    }
+    return NULL;
+}
+
 /* Finds a format of K that cannot hold V as well. Returns it, or TKV_FORMAT_DEFAULT if there is none. */
 static tkv_format tkvi_find_without_v(const tkvi_derived_config *h) {
     int i;
@@ -1205,9 +1219,15 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad(reason, size, "layers", cfg->model.n_layers,
                         "their formats and sinks need too many block layouts, or too large blocks");
     if (!st) {
-        int channels;
+        int channels, side;
         wrong = tkvi_find_too_wide(shape, &channels);
         if (wrong) return tkvi_bad(reason, size, "head_dim", channels, wrong);
+        for (side = TKV_K; side <= TKV_V; side++) {
+            wrong = tkvi_find_unread_scales(shape, (tkv_side)side);
+            if (wrong)
+                return tkvi_bad_in(reason, size, "format.", side == TKV_K ? "k_scales" : "v_scales",
+                                   tkvi_scales_of(&cfg->format, (tkv_side)side), wrong);
+        }
         if (tkvi_find_without_v(shape))
             return tkvi_bad(
                 reason, size, "v_in_k", 1,

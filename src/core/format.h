@@ -177,8 +177,9 @@ typedef struct tkvi_format {
     const char *name;
     int bits;            /* of a code; 16 or 32 for exact formats; A and R: average in quarter bits */
     tkvi_storage stored; /* selects the kernel that reads it */
-    int shared;         /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
-    int rotated;        /* 1: attention works on values rotated by core/rotate.h */
+    int8_t shared;      /* 1: the heads of a layer share its bytes, by the statistics of learn/statistics.h */
+    int8_t rotated;     /* 1: attention works on values rotated by core/rotate.h */
+    int8_t scales[2];   /* masks of the tkv_scales that K and V can have; 0: the format ignores the option */
     tkvi_codec side[2]; /* TKV_K, TKV_V; all NULL: this format does not store that side */
     const tkvi_family *family;
 } tkvi_format;
@@ -292,8 +293,34 @@ static void tkvi_side_make(tkvi_side *s, const tkvi_format *format, tkv_side whi
 /* A side with default options; a token is one part. */
 static void tkvi_side_init(tkvi_side *s, const tkvi_format *format, tkv_side which, int dim, int group,
                            int tokens, const tkvi_share *share) {
-    static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0}, {32, 4, 0, 0, 0, 16, 1, 0}};
+    static const tkv_format_options standard[2] = {{64, 4, 0, 0, 0, 16, 1, 0, 0, 0, 0, 0, 10},
+                                                   {32, 4, 0, 0, 0, 16, 1, 0, 0, 0, 0, 0, 10}};
     tkvi_side_make(s, format, which, dim, tokens, &standard[group == 32], 0, share && share->v_in_k, share);
+}
+
+/* >>codes in rows: those of a token follow one another, low bits first */
+/* Writes a code of at most 8 bits into a cleared row. */
+static void tkvi_put_code(uint8_t *row, int bits, int c, int code) {
+    const int at = c * bits, wide = code << (at & 7);
+    row[at / 8] = (uint8_t)(row[at / 8] | (wide & 255));
+    if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
+}
+
+/* Reads the byte behind the code as well. Behind the last row there are metadata. */
+static int tkvi_get_code(const uint8_t *row, int bits, int c) {
+    const uint8_t *p = row + c * bits / 8;
+    return (p[0] | p[1] << 8) >> (c * bits & 7) & ((1 << bits) - 1);
+}
+
+/* The option that chooses the scales of a side. */
+static int tkvi_scales_of(const tkv_format_options *o, tkv_side side) {
+    return side == TKV_K ? o->k_scales : o->v_scales;
+}
+
+/* Returns whether a format can have the scales that the options ask for. */
+static int tkvi_has_scales(const tkvi_format *f, const tkv_format_options *o, tkv_side side) {
+    const int mask = f->scales[side];
+    return !mask || (mask >> tkvi_scales_of(o, side) & 1);
 }
 
 /* Views are encoded with their K. */

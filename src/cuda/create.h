@@ -87,6 +87,8 @@ static const char *tkvcu_check_formats(const tkv_config *cfg, tkv_format_pair pa
         return "on a GPU, warm and archive tiers take A, R, KIVI and Q8 formats, hot tiers F16 and BF16";
     if ((k == TKVCU_KIVI || v == TKVCU_KIVI) && cfg->format.group_size != 64)
         return "KIVI and Q8 formats need cfg.format.group_size = 64";
+    if (v == TKVCU_KIVI && cfg->format.v_scales != TKV_SCALES_GROUP)
+        return "KIVI and Q8 formats need cfg.format.v_scales = TKV_SCALES_GROUP";
     return k == TKVCU_A && cfg->format.allocation_unit != 16
                ? "A formats need cfg.format.allocation_unit = 16"
                : NULL;

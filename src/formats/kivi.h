@@ -14,6 +14,9 @@
  *   K: | tiles | scale fp16 [group][pad channels] | zero fp16 [group][pad channels] |   groups = 64 / group
  *   V: | tiles | scale fp16 [group][64 tokens]    | zero fp16 [group][64 tokens]    |   groups = ceil(dim / group)
  * 4 bits in groups of 64: 4.5 bits a value; 2 bits: 2.5; with groups of 32: 5 and 3.
+ * k_scales = ..._CHANNEL: a channel of K has one group of 64 tokens, whatever group_size is. v_scales = ..._TOKEN: a
+ * token of V has one group, 4.25 bits a value at head_dim 128. No kernel reads a scale per token of K, or per channel
+ * of V. SUBSPACE formats with subspaces = 1 and unrotated = 1 have a scale and a zero per token on both sides.
  */
 #ifndef TKVI_FORMATS_KIVI_H
 #define TKVI_FORMATS_KIVI_H
@@ -67,6 +70,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->fit = (int8_t)s->options->fit;
+    if (s->options->k_scales == TKV_SCALES_CHANNEL) s->group = TKVI_BLOCK;
     s->groups = TKVI_BLOCK / s->group;
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -75,6 +79,7 @@ static void tkvi_kivi_k_layout(tkvi_side *s) {
 
 static void tkvi_kivi_v_layout(tkvi_side *s) {
     s->fit = (int8_t)s->options->fit;
+    if (s->options->v_scales == TKV_SCALES_TOKEN) s->group = TKV_MAX_HEAD_DIM;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4); /* 4 tiles per 16 channels */
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
@@ -98,7 +103,7 @@ static void tkvi_kivi_column(const tkvi_side *s, const float *x, size_t stride, 
 static void tkvi_kivi_row(const tkvi_side *s, const float *x, int g, int token, tkvi_codes code,
                           uint8_t *meta) {
     int first = g * s->group, count = tkvi_min(s->dim - first, s->group), c;
-    uint8_t coded[TKVI_BLOCK], *scale = meta + 2 * (g * TKVI_BLOCK + token);
+    uint8_t coded[TKV_MAX_HEAD_DIM], *scale = meta + 2 * (g * TKVI_BLOCK + token);
     tkvi_kivi_group(x + first, count, s->format->bits, s->fit, coded, scale,
                     scale + 2 * s->groups * TKVI_BLOCK);
     for (c = 0; c < count; c++) *tkvi_v_code(code, first + c, token) = coded[c];

@@ -9,11 +9,12 @@
  * middle for each token, from its values without outliers.
  *
  * Keys are coded as they were before RoPE. The encoder inverts the rotation (core/rope.h; cfg.model.rope, the block's
- * start), and decoding applies it again, so all other code sees ordinary keys. A token has one slot per hundred
- * channels, rounded up. A slot holds an outlier: its channel, and the difference to its dense value. Decoding
- * reads all slots; free slots hold 0.
- *   K   outliers lie beyond the channel's range, the 0.5 % and 99.5 % percentiles. They have the code of the nearer
- *       end. If outliers outnumber the slots, the largest differences get the slots.
+ * start), and decoding applies it again, so all other code sees ordinary keys. A token has slots for a share of its
+ * channels, rounded up: cfg.format.kvquant_outliers in thousandths, 10 by default. A slot holds an outlier: its
+ * channel, and the difference to its dense value. Decoding reads all slots; free slots hold 0.
+ *   K   outliers lie beyond the channel's range, at each end half of the share: the 0.5 % and 99.5 % percentiles by
+ *       default. They have the code of the nearer end. If outliers outnumber the slots, the largest differences get
+ *       the slots.
  *   V   the slots take the lowest and the highest values. The split between both ends is the one that leaves the
  *       smallest range. Outliers have the lower of the two middle codes.
  * The paper has one range of values for all heads of a token. Here a record is one head, so each head has its own
@@ -21,7 +22,7 @@
  *
  * Options (cfg.format.kvquant):
  *   POST_ROPE   codes keys as given, after RoPE
- *   UNIFORM     has evenly spaced levels
+ *   UNIFORM     has evenly spaced levels; UNIFORM_K, UNIFORM_V: of one side
  *   NORM        decodes to levels that keep the variance (Q-Norm, core/codebook.h)
  *   DENSE       has no slots, and ranges hold every value
  *
@@ -44,9 +45,11 @@ static const tkvi_word tkvi_words_kvquant[] = {{"post-rope", TKV_KVQUANT_POST_RO
                                                {"uniform", TKV_KVQUANT_UNIFORM},
                                                {"norm", TKV_KVQUANT_NORM},
                                                {"dense", TKV_KVQUANT_DENSE},
+                                               {"uniform-k", TKV_KVQUANT_UNIFORM_K},
+                                               {"uniform-v", TKV_KVQUANT_UNIFORM_V},
                                                {NULL, 0}};
 
-#define TKVI_KVQUANT_SLOTS 6 /* maximum, at 576 channels */
+#define TKVI_KVQUANT_SLOTS 18 /* maximum: 3 % of 576 channels */
 
 /* The state of a layer (formats/kvquant_tables.h). A head's state is the radii of its channels of K, then their
  * middles. */
@@ -54,8 +57,14 @@ typedef struct tkvi_kvquant {
     tkvi_book book[2][3]; /* by side and bits - 2 */
 } tkvi_kvquant;
 
-static int tkvi_kvquant_slots(int dim, int flags) {
-    return flags & TKV_KVQUANT_DENSE ? 0 : tkvi_min((dim + 99) / 100, dim - 1);
+static int tkvi_kvquant_slots(int dim, const tkv_format_options *o) {
+    if (o->kvquant & TKV_KVQUANT_DENSE) return 0;
+    return tkvi_min((dim * o->kvquant_outliers + 999) / 1000, dim - 1);
+}
+
+static int tkvi_kvquant_is_uniform(const tkv_format_options *o, tkv_side side) {
+    return o->kvquant &
+           (TKV_KVQUANT_UNIFORM | (side == TKV_K ? TKV_KVQUANT_UNIFORM_K : TKV_KVQUANT_UNIFORM_V));
 }
 
 static int tkvi_kvquant_slot_bytes(const tkvi_side *s) { return s->dim > 256 ? 4 : 3; }
@@ -66,7 +75,7 @@ static int tkvi_kvquant_channel_at(const tkvi_side *s, const uint8_t *slot) {
 }
 
 static void tkvi_kvquant_layout(tkvi_side *s) {
-    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options->kvquant);
+    s->slots = (int8_t)tkvi_kvquant_slots(s->dim, s->options);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * tkvi_kvquant_slot_bytes(s) * s->slots +
                              (s->which == TKV_K ? 4 : TKVI_BLOCK * 4));
@@ -88,7 +97,7 @@ static tkvi_kvquant_at tkvi_kvquant_places(const tkvi_side *s) {
 
 static const tkvi_book *tkvi_kvquant_book(const tkvi_side *s, tkvi_book *standard) {
     if (s->layer_state) return &((const tkvi_kvquant *)s->layer_state)->book[s->which][s->format->bits - 2];
-    tkvi_book_standard(s->format->bits, s->options->kvquant & TKV_KVQUANT_UNIFORM, standard);
+    tkvi_book_standard(s->format->bits, tkvi_kvquant_is_uniform(s->options, s->which), standard);
     return standard;
 }
 
@@ -126,12 +135,6 @@ static int tkvi_kvquant_code(const tkvi_kvquant_coder *e, float y) { /* a tie ta
 
 static float tkvi_kvquant_place(float x, float radius, float middle) {
     return radius > 0.0f ? tkvi_f32(tkvi_f32(x - middle) / radius) : 0.0f;
-}
-
-static void tkvi_kvquant_put(uint8_t *row, int bits, int c, int code) {
-    int at = c * bits, wide = code << (at & 7);
-    row[at / 8] = (uint8_t)(row[at / 8] | (wide & 255));
-    if (wide > 255) row[at / 8 + 1] = (uint8_t)(row[at / 8 + 1] | wide >> 8);
 }
 
 static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot, int c, float error) {
@@ -201,7 +204,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         for (c = 0; c < s->dim; c++) {
             float place = tkvi_kvquant_place(y[c], r.radius[c], r.middle[c]), size;
             int code = tkvi_kvquant_code(&e, place), slot;
-            tkvi_kvquant_put(row, e.bits, c, code);
+            tkvi_put_code(row, e.bits, c, code);
             if (place >= -1.0f && place <= 1.0f && r.radius[c] > 0.0f) continue;
             y[c] = tkvi_f32(y[c] - tkvi_kvquant_value(e.decoded[code], r.radius[c], r.middle[c]));
             size = y[c] < 0.0f ? -y[c] : y[c];
@@ -276,21 +279,17 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
             code[k.out[i]] = (uint8_t)half;
             tkvi_kvquant_slot(s, dst, t, i, k.out[i], tkvi_f32(y[k.out[i]] - dense));
         }
-        for (c = 0; c < s->dim; c++) tkvi_kvquant_put(row, e.bits, c, code[c]);
+        for (c = 0; c < s->dim; c++) tkvi_put_code(row, e.bits, c, code[c]);
     }
 }
 
 /* >>decoding */
-/* Decodes the dense values of a row. Reads one byte beyond the row; the record has it. step 0: one range for
- * all. */
+/* Decodes the dense values of a row. step 0: one range for all. */
 static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,
                                const float *middle, int step, float *y) {
-    int c, mask = (1 << bits) - 1;
-    for (c = 0; c < dim; c++) {
-        const uint8_t *p = row + c * bits / 8;
-        int code = (p[0] | p[1] << 8) >> (c * bits & 7) & mask;
-        y[c] = tkvi_kvquant_value(level[code], radius[c * step], middle[c * step]);
-    }
+    int c;
+    for (c = 0; c < dim; c++)
+        y[c] = tkvi_kvquant_value(level[tkvi_get_code(row, bits, c)], radius[c * step], middle[c * step]);
 }
 
 /* A separate loop: y is already rounded and stored, so no compiler merges this sum with the earlier one. */

@@ -3,7 +3,7 @@
  * 3.1 to 3.6). A table has the range of each channel of K, before RoPE, and levels of 2, 3 and 4 bits for K and for
  * V. The tokens are those of hot and warm blocks (learn/statistics.h), or the caller's samples.
  *
- *   1. Ranges of K: the n / 200 highest and the n / 200 lowest of n values of a channel are outliers. The next
+ *   1. Ranges of K: half of the share of outliers are the highest of n values of a channel, half the lowest. The next
  *      value at each side is the end of the range. TKV_KVQUANT_DENSE has no outliers. V has a range per token,
  *      as in the encoder.
  *   2. Values within a range are scaled to -1 .. 1 and counted in a histogram, one for K and one for V over all
@@ -36,7 +36,7 @@ static void tkvi_count_tokens(void *ctx, const float *x, const float *weight) {
 }
 
 /* >>ranges of K */
-#define TKVI_TAIL_ROOM 2048 /* values per end that one pass holds, all its channels together */
+#define TKVI_TAIL_ROOM 4096 /* values per end that one pass holds, all its channels together */
 
 /* The outermost values of some channels. */
 typedef struct tkvi_tails {
@@ -72,7 +72,7 @@ static void tkvi_kvquant_learn_ranges(const tkvi_family_state *to, const tkvi_to
     float *radius = tkvi_kvquant_range_of(to, head), *middle = radius + dim;
     tkvi_tails s;
     int c;
-    s.keep = to->options->kvquant & TKV_KVQUANT_DENSE ? 1 : n / 200 + 1;
+    s.keep = to->options->kvquant & TKV_KVQUANT_DENSE ? 1 : n * to->options->kvquant_outliers / 2000 + 1;
     for (s.first = 0; s.first < dim; s.first += s.channels) {
         s.channels = tkvi_min(TKVI_TAIL_ROOM / s.keep, dim - s.first);
         s.n = 0;
@@ -135,7 +135,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
     int head, pass, bits;
     memset(&s, 0, sizeof s);
     s.dim = side == TKV_K ? g->head_dim : g->v_head_dim;
-    s.slots = tkvi_kvquant_slots(s.dim, to->options->kvquant);
+    s.slots = tkvi_kvquant_slots(s.dim, to->options);
     for (pass = 0; pass < 2; pass++) {
         for (head = 0; head < g->n_kv_heads; head++) {
             if (side == TKV_K) {
@@ -149,7 +149,7 @@ static void tkvi_kvquant_learn_books(const tkvi_family_state *to, const tkvi_tok
         if (!tkvi_is_finite(s.by)) s.by = 3e38f;
     }
     for (bits = 2; bits <= 4; bits++) {
-        tkvi_book_make(s.count, bits, to->options->kvquant & TKV_KVQUANT_UNIFORM, &book[bits - 2]);
+        tkvi_book_make(s.count, bits, tkvi_kvquant_is_uniform(to->options, side), &book[bits - 2]);
     }
 }
 
@@ -177,7 +177,7 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(state->options->kvquant & (TKV_KVQUANT_UNIFORM | TKV_KVQUANT_DENSE));
+    b[0] = (uint8_t)(state->options->kvquant & ~(TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_NORM));
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -185,7 +185,10 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
         for (k = 0; k < 8; k++) b[k] = (uint8_t)(rope->frequency[j] >> 8 * k & 255u);
         h = tkvi_fnv1a_more(h, b, 8);
     }
-    return h;
+    b[0] = (uint8_t)state->options->kvquant_outliers;
+    return b[0] == 10
+               ? h
+               : tkvi_fnv1a_more(h, b, 1); /* 10: the share of calibrations before there was an option */
 }
 
 static void tkvi_kvquant_save(const tkvi_family_state *from, uint8_t *at) {
@@ -253,7 +256,7 @@ static int tkvi_kvquant_valid(const tkvi_geometry *g, const uint8_t *at) {
 static const char *tkvi_kvquant_find_fault(const tkvi_family_state *to, const uint8_t *at, int used) {
     if (!tkvi_kvquant_valid(to->geometry, at)) return "the calibration has invalid ranges or levels";
     if (used && (tkvi_load32(at) | (uint64_t)tkvi_load32(at + 4) << 32) != tkvi_kvquant_mode(to))
-        return "the calibration was made with another cfg.model.rope or cfg.format.kvquant";
+        return "the calibration was made with another cfg.model.rope, cfg.format.kvquant or kvquant_outliers";
     return NULL;
 }
 

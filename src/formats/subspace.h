@@ -7,7 +7,9 @@
  *
  * Those caches need a learned basis. This basis needs no data, and makes the parts alike. Where a learned basis
  * works best, it is multiplied with such a rotation anyway (OSCAR, arXiv 2605.17757). Groups are coded as in KIVI,
- * with cfg.format.fit. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a value, and in 8 parts 4.
+ * with cfg.format.fit. With cfg.format.unrotated the basis is that of the channels. With one part, this is a
+ * minimum and a maximum per token and head. The metadata add up: at head_dim 128, 2 bits in 4 parts are 3 bits a
+ * value, and in 8 parts 4.
  *
  * Bytes: | codes [64 tokens][channels], low bits first, whole bytes | scale fp16 [64][parts] |
  *        zero fp16 [64][parts] |
@@ -21,6 +23,7 @@
 static void tkvi_subspace_layout(tkvi_side *s) {
     s->groups = (int16_t)tkvi_min(s->options->subspaces, s->dim);
     s->fit = (int8_t)s->options->fit;
+    s->rotate = !s->options->unrotated;
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * s->format->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 4);
 }
@@ -36,7 +39,7 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, c
         uint8_t code[TKV_MAX_HEAD_DIM], *to = dst + (size_t)t * row;
         for (c = 0; c < s->dim; c++)
             y[c] = tkvi_clampf(x[(size_t)t * stride + (size_t)c], -TKVI_F16_MAX, TKVI_F16_MAX);
-        tkvi_rotate(y, s->dim);
+        if (s->rotate) tkvi_rotate(y, s->dim);
         for (g = 0; g < s->groups; g++) {
             int from = s->dim * g / s->groups, end = s->dim * (g + 1) / s->groups;
             uint8_t *scale = dst + s->code_bytes + 2 * (t * s->groups + g);
@@ -65,7 +68,7 @@ static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, c
                 y[c] = tkvi_f32(tkvi_f32(scale * (float)code) + zero); /* the product is exact */
             }
         }
-        tkvi_rotate_back(y, s->dim);
+        if (s->rotate) tkvi_rotate_back(y, s->dim);
     }
 }
 

@@ -15,6 +15,8 @@
 #include "formats/int.h"
 #include "formats/float.h"
 
+#define TKVI_COLUMNS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_CHANNEL)
+#define TKVI_ROWS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_TOKEN)
 #define TKVI_EXACT_(t)                                                                                       \
     {                                                                                                        \
         {tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put}, {                   \
@@ -91,42 +93,45 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
      TKVI_AS_TILES,
      0,
      0,
+     {0, 0},
      {TKVI_NO_SIDE_, TKVI_NO_SIDE_},
      &tkvi_plain_family}, /* TKV_FORMAT_DEFAULT */
-    {"f32", 32, TKVI_AS_F32, 0, 0, TKVI_EXACT_(f32), &tkvi_plain_family},
-    {"f16", 16, TKVI_AS_F16, 0, 0, TKVI_EXACT_(f16), &tkvi_plain_family},
-    {"bf16", 16, TKVI_AS_BF16, 0, 0, TKVI_EXACT_(bf16), &tkvi_plain_family},
-    {"q8", 8, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"kivi4", 4, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"kivi3", 3, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"kivi2", 2, TKVI_AS_TILES, 0, 0, TKVI_KIVI_, &tkvi_plain_family},
-    {"a40", 16, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a35", 14, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a30", 12, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a275", 11, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a25", 10, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a225", 9, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a20", 8, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a175", 7, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"a15", 6, TKVI_AS_TILES, 1, 0, TKVI_A_, &tkvi_plain_family},
-    {"r40", 16, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r30", 12, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r20", 8, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r15", 6, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"r10", 4, TKVI_AS_TILES, 1, 1, TKVI_R_, &tkvi_plain_family},
-    {"int8", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int8), &tkvi_token_family},
-    {"int4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(int4), &tkvi_token_family},
-    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e4m3), &tkvi_token_family},
-    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(e5m2), &tkvi_token_family},
-    {"fp4", 4, TKVI_AS_DECODED, 0, 0, TKVI_TOKEN_(fp4), &tkvi_token_family},
-    {"squat4", 4, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
-    {"squat2", 2, TKVI_AS_TILES, 0, 0, TKVI_SQUAT_, &tkvi_squat_family},
-    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
-    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, TKVI_SUBSPACE_, &tkvi_subspace_family},
-    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
-    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
-    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"f32", 32, TKVI_AS_F32, 0, 0, {0, 0}, TKVI_EXACT_(f32), &tkvi_plain_family},
+    {"f16", 16, TKVI_AS_F16, 0, 0, {0, 0}, TKVI_EXACT_(f16), &tkvi_plain_family},
+    {"bf16", 16, TKVI_AS_BF16, 0, 0, {0, 0}, TKVI_EXACT_(bf16), &tkvi_plain_family},
+    {"q8", 8, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi4", 4, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi3", 3, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"kivi2", 2, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, TKVI_ROWS_}, TKVI_KIVI_, &tkvi_plain_family},
+    {"a40", 16, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a35", 14, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a30", 12, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a275", 11, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a25", 10, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a225", 9, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a20", 8, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a175", 7, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"a15", 6, TKVI_AS_TILES, 1, 0, {0, 0}, TKVI_A_, &tkvi_plain_family},
+    {"r40", 16, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r30", 12, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r20", 8, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r15", 6, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"r10", 4, TKVI_AS_TILES, 1, 1, {0, 0}, TKVI_R_, &tkvi_plain_family},
+    {"int8", 8, TKVI_AS_DECODED, 0, 0, {TKVI_ROWS_, TKVI_ROWS_}, TKVI_TOKEN_(int), &tkvi_token_family},
+    {"int4", 4, TKVI_AS_DECODED, 0, 0, {TKVI_ROWS_, TKVI_ROWS_}, TKVI_TOKEN_(int), &tkvi_token_family},
+    {"fp8-e4m3", 8, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_TOKEN_(e4m3), &tkvi_token_family},
+    {"fp8-e5m2", 8, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_TOKEN_(e5m2), &tkvi_token_family},
+    {"fp4", 4, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_TOKEN_(fp4), &tkvi_token_family},
+    {"squat4", 4, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, 0}, TKVI_SQUAT_, &tkvi_squat_family},
+    {"squat2", 2, TKVI_AS_TILES, 0, 0, {TKVI_COLUMNS_, 0}, TKVI_SQUAT_, &tkvi_squat_family},
+    {"subspace4", 4, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"subspace2", 2, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_SUBSPACE_, &tkvi_subspace_family},
+    {"kvquant4", 4, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant3", 3, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_KVQUANT_, &tkvi_kvquant_family},
+    {"kvquant2", 2, TKVI_AS_DECODED, 0, 0, {0, 0}, TKVI_KVQUANT_, &tkvi_kvquant_family},
 };
+#undef TKVI_COLUMNS_
+#undef TKVI_ROWS_
 #undef TKVI_A_
 #undef TKVI_R_
 #undef TKVI_NO_SIDE_
@@ -170,6 +175,9 @@ static tkv_format tkvi_format_from_name(const char *name) {
     return TKV_FORMAT_DEFAULT;
 }
 
+static const tkvi_word tkvi_words_scales[] = {
+    {"group", TKV_SCALES_GROUP}, {"token", TKV_SCALES_TOKEN}, {"channel", TKV_SCALES_CHANNEL}, {NULL, 0}};
+
 /* >>options: the fields of tkv_format_options, in their order */
 static const tkvi_row tkvi_option_rows[] = {
     TKVI_OPTION(group_size, TKVI_INT, NULL, 64, 32, 64, 32, "it must be 64 or 32"),
@@ -181,7 +189,15 @@ static const tkvi_row tkvi_option_rows[] = {
     TKVI_OPTION(center_k, TKVI_INT, tkvi_words_switch, 0, 1, 1, 1, "it must be 0 or 1"),
     TKVI_OPTION(squat_block, TKVI_INT, NULL, 16, 16, 64, 48, "it must be 16 or 64"),
     TKVI_OPTION(subspaces, TKVI_INT, NULL, 4, 1, 16, 1, "it must be 1 to 16, or 0 for 4"),
-    TKVI_OPTION(kvquant, TKVI_FLAGS, tkvi_words_kvquant, 0, 1, 15, 1, "it must be bits of tkv_kvquant"),
+    TKVI_OPTION(kvquant, TKVI_FLAGS, tkvi_words_kvquant, 0, 1, 63, 1, "it must be bits of tkv_kvquant"),
+    TKVI_OPTION(k_scales, TKVI_INT, tkvi_words_scales, TKV_SCALES_GROUP, 1, TKV_SCALES_CHANNEL, 1,
+                "it must be a tkv_scales"),
+    TKVI_OPTION(v_scales, TKVI_INT, tkvi_words_scales, TKV_SCALES_GROUP, 1, TKV_SCALES_CHANNEL, 1,
+                "it must be a tkv_scales"),
+    TKVI_OPTION(int_bits, TKVI_INT, NULL, 0, 2, 8, 1, "it must be 2 to 8, or 0 for those of the format"),
+    TKVI_OPTION(unrotated, TKVI_INT, tkvi_words_switch, 0, 1, 1, 1, "it must be 0 or 1"),
+    TKVI_OPTION(kvquant_outliers, TKVI_INT, NULL, 10, 1, 30, 1,
+                "it must be 1 to 30 thousandths, or 0 for 10"),
 };
 #define TKVI_OPTIONS ((int)(sizeof tkvi_option_rows / sizeof *tkvi_option_rows))
 
@@ -212,6 +228,7 @@ static int tkvi_codec_side(const tkv_codec *c, tkv_format_options *options, tkvi
     if (c->head_dim < 1 || c->head_dim > TKV_MAX_HEAD_DIM || c->position < 0) return 0;
     if (c->head_dim > 256 && tkvi_formats[c->format].family->too_wide) return 0;
     if (tkvi_find_invalid_option(&c->options)) return 0;
+    if (!tkvi_has_scales(&tkvi_formats[c->format], &c->options, c->side)) return 0;
     if (c->side == TKV_K && tkvi_rope_has_fault(&c->rope, c->head_dim)) return 0;
     *options = c->options;
     tkvi_fill_options(options);

@@ -18,7 +18,7 @@
  *
  * Bytes of one side:
  *   | codes [64 tokens][channels] | scale fp16 [64][scales] | part [64][ceil(dim / 16)] | mean fp16 [dim] |
- *   8 bits: a byte per channel; 4 bits: the even channel in the low half, a row padded to a whole byte
+ * A row of codes is padded to a whole byte. Its codes follow one another, low bits first (tkvi_put_code).
  */
 #ifndef TKVI_FORMATS_TOKEN_H
 #define TKVI_FORMATS_TOKEN_H
@@ -31,7 +31,7 @@
 static const tkvi_word tkvi_words_rotate[] = {{"k", TKV_ROTATE_K}, {"v", TKV_ROTATE_V}, {NULL, 0}};
 
 typedef struct tkvi_grid {
-    int bits;             /* of a code: 4 or 8 */
+    int bits;             /* of a code: 2 to 8 */
     float top;            /* the largest level */
     int per_group, parts; /* 1: a scale per cfg.format.group_size channels, 0: one a token; 1: has factors */
     int (*code)(float y); /* code of the nearest level, half to even; any finite y */
@@ -42,7 +42,8 @@ static void tkvi_token_layout(tkvi_side *s, const tkvi_grid *grid) {
     s->grid = grid;
     s->rotate = s->options->rotate >> s->which & 1;
     s->center = s->options->center_k && s->which == TKV_K;
-    if (!grid->per_group) s->group = TKV_MAX_HEAD_DIM;
+    if (!grid->per_group || tkvi_scales_of(s->options, s->which) == TKV_SCALES_TOKEN)
+        s->group = TKV_MAX_HEAD_DIM;
     s->groups = (int16_t)((s->dim + s->group - 1) / s->group);
     s->code_bytes = (size_t)(TKVI_BLOCK * ((s->dim * grid->bits + 7) / 8));
     s->meta_bytes = (size_t)(TKVI_BLOCK * s->groups * 2);
@@ -91,11 +92,8 @@ static void tkvi_token_codes(const tkvi_grid *grid, const float *y, int first, i
                              uint8_t *codes) {
     int c;
     if (!(scale > 0.0f)) return;
-    for (c = first; c < first + n; c++) {
-        int code = grid->code(tkvi_f32(y[c] / scale));
-        if (grid->bits == 8) codes[c] = (uint8_t)code;
-        else codes[c / 2] = (uint8_t)(codes[c / 2] | code << c % 2 * 4);
-    }
+    for (c = first; c < first + n; c++)
+        tkvi_put_code(codes, grid->bits, c, grid->code(tkvi_f32(y[c] / scale)));
 }
 
 static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -146,7 +144,7 @@ static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
         const uint8_t *codes = src + (size_t)t * at.row;
         float *y = x + (size_t)(t - first) * stride, scale = 0.0f, part = 1.0f;
         for (c = 0; c < s->dim; c++) {
-            int code = grid->bits == 8 ? codes[c] : codes[c / 2] >> c % 2 * 4 & 15;
+            const int code = tkvi_get_code(codes, grid->bits, c);
             if (c % s->group == 0)
                 scale = tkvi_f16_to_f32(tkvi_load16(src + at.scale + 2 * (t * s->groups + c / s->group)));
             if (at.parts && c % TKVI_PART == 0)

@@ -17,6 +17,7 @@
 #ifdef TKVI_VECTORS
 
 #define TKVI_MAX_PARTS (TKV_MAX_HEAD_DIM / 32) /* scales of a token; more are decoded by tkvi_decode_side */
+#define TKVI_ROW_SLOTS 6                       /* outliers of a token, likewise */
 
 typedef void (*tkvi_f16_loader)(const uint8_t *src, int n, float *dst); /* as in tkvi_simd_ops */
 
@@ -46,7 +47,7 @@ typedef struct tkvi_code_rows {
     const uint8_t *factors; /* E4M3, [64][parts], scale is factor * zero[token]; NULL: none */
     int rotated;
     uintptr_t ahead; /* see tkvi_prefetch */
-    TKVI_ALIGNED float level[16], outlier[TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
+    TKVI_ALIGNED float level[16], outlier[TKVI_BLOCK * TKVI_ROW_SLOTS];
     TKVI_ALIGNED float scale[TKVI_BLOCK * TKVI_MAX_PARTS + 16],
         zero[TKVI_BLOCK * TKVI_MAX_PARTS]; /* + 16: slack */
 } tkvi_code_rows;
@@ -69,13 +70,13 @@ static void tkvi_open_token_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     if (s->center) r->means = r->codes + at.mean;
     if (at.parts) r->factors = r->codes + at.part;
     load(r->codes + at.scale, TKVI_BLOCK * s->groups, at.parts ? r->zero : r->scale);
-    if (r->bits == 4) {
-        for (c = 0; c < 16; c++) level[c] = s->grid->level(c);
+    if (r->bits <= 4) {
+        for (c = 0; c < 1 << r->bits; c++) level[c] = s->grid->level(c);
         tkvi_set_levels(r, level);
     } else {
-        r->kind = s->grid == &tkvi_grid_int8   ? TKVI_CODES_INT8
-                  : s->grid == &tkvi_grid_e4m3 ? TKVI_CODES_E4M3
-                                               : TKVI_CODES_E5M2;
+        r->kind = s->grid == &tkvi_int_grids[6] ? TKVI_CODES_INT8
+                  : s->grid == &tkvi_grid_e4m3  ? TKVI_CODES_E4M3
+                                                : TKVI_CODES_E5M2;
     }
 }
 
@@ -87,7 +88,7 @@ static void tkvi_open_subspace_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     r->scales = TKVI_LINE_BY_TOKEN;
     r->parts = s->groups;
     r->shift = tkvi_log2_floor(width);
-    r->rotated = 1;
+    r->rotated = s->rotate;
     load(r->codes + s->code_bytes, n, r->scale);
     load(r->codes + s->code_bytes + 2 * n, n, r->zero);
 }
@@ -96,7 +97,7 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
     const tkvi_side *s = r->s;
     const uint8_t *slot = r->codes + tkvi_kvquant_places(s).slot;
     const int bytes = tkvi_kvquant_slot_bytes(s);
-    uint8_t outlier[2 * TKVI_BLOCK * TKVI_KVQUANT_SLOTS];
+    uint8_t outlier[2 * TKVI_BLOCK * TKVI_ROW_SLOTS];
     tkvi_kvquant_ranges own;
     tkvi_book standard;
     int i;
@@ -122,12 +123,14 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
 static int tkvi_reads_code_rows(const tkvi_side *s) {
     if (s->dim < 16) return 0;
     if (TKVI_HAS_TOKEN_FORMATS && s->grid)
-        return tkvi_max(s->groups, tkvi_token_places(s).parts) <= TKVI_MAX_PARTS;
+        return (s->grid->bits <= 4 || s->grid->bits == 8) &&
+               tkvi_max(s->groups, tkvi_token_places(s).parts) <= TKVI_MAX_PARTS;
     if (TKVI_HAS_SUBSPACE && s->format->side[s->which].layout == tkvi_subspace_layout) {
         const int width = s->dim / s->groups;
         return width % 16 == 0 && (width & (width - 1)) == 0 && width * s->groups == s->dim;
     }
-    return TKVI_HAS_KVQUANT && (s->which == TKV_V || !s->tabled || s->head_state);
+    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS &&
+           (s->which == TKV_V || !s->tabled || s->head_state);
 }
 
 /* Prepares reading of a side that tkvi_reads_code_rows. */
