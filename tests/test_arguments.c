@@ -1392,8 +1392,16 @@ static void try_codec(rig *r) {
              call_codec(r, i, TKV_INT8, OF(tkv_codec, options.center_k), x));
         SAFE(names[i], "subspaces", PLAIN, 16, "AAAOAA",
              call_codec(r, i, TKV_SUBSPACE4, OF(tkv_codec, options.subspaces), x));
-        SAFE(names[i], "kvquant", PLAIN, 15, "AAAOAA",
+        SAFE(names[i], "kvquant", PLAIN, 63, "AAAOAA",
              call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, options.kvquant), x));
+        SAFE(names[i], "kvquant_outliers", PLAIN, 30, "AAAOAA",
+             call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, options.kvquant_outliers), x));
+        SAFE(names[i], "int_bits", PLAIN, 8, "AAAOAA",
+             call_codec(r, i, TKV_INT4, OF(tkv_codec, options.int_bits), x));
+        SAFE(names[i], "k_scales", PLAIN, 2, "AAAOAA",
+             call_codec(r, i, TKV_KIVI4, OF(tkv_codec, options.k_scales), x));
+        SAFE(names[i], "unrotated", PLAIN, 1, "AAAOAA",
+             call_codec(r, i, TKV_SUBSPACE4, OF(tkv_codec, options.unrotated), x));
         SAFE(names[i], "position", PLAIN, 1 << 30, "AAAOOO",
              call_codec(r, i, TKV_KVQUANT3, OF(tkv_codec, position), x));
         SAFE(names[i], "rope.dim", PLAIN, DIM, "AAOOAA",

@@ -94,6 +94,7 @@ static const tkvi_format test_formats[2] = {
      TKVI_AS_TILES,
      0,
      0,
+     {0, 0},
      {{NULL, NULL, NULL, decode_meta_f16, NULL}, {NULL, NULL, NULL, decode_meta_f16, NULL}},
      NULL},
     {"test bytes",
@@ -101,6 +102,7 @@ static const tkvi_format test_formats[2] = {
      TKVI_AS_TILES,
      0,
      0,
+     {0, 0},
      {{NULL, NULL, NULL, decode_meta_int8, NULL}, {NULL, NULL, NULL, decode_meta_int8, NULL}},
      NULL},
 };
