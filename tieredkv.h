@@ -720,9 +720,9 @@
  *   forgotten. The bytes are then 7.1 times fewer than FP16, the divergence is .0096, and two passkeys are found.
  *
  *   Cost. A cache samples one query in 32 for attention scores: 1.5 to 2.8 % of the time of attention
- *   (build/bench/mass). TOVA, SnapKV and PyramidKV need the newest queries. While decoding, every query is one of
- *   them, which costs 58 to 70 %. Random eviction leaves holes in blocks. Attention over them takes 9 to 41 % longer
- *   than over full blocks (bench/LOG.md).
+ *   (build/bench/mass). TOVA, SnapKV and PyramidKV need the last queries before an eviction. While decoding, a cache
+ *   takes one or two of 64 tokens, which costs less than 1 %. Random eviction leaves holes in blocks. Attention over
+ *   them takes 9 to 41 % longer than over full blocks (bench/LOG.md).
  *
  *   Named sinks. Some models give much attention to tokens inside a text: delimiters, the first token of each document,
  *   patches of an image. tkv_seq_set_sinks names such tokens, best right after their append, while they are exact. They
@@ -1554,6 +1554,9 @@ struct tkv_evict_view;
 typedef struct tkv_evict_config { /* zero means default */
     tkv_evict_policy policy;
     int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
+    /* Tokens that the first and the last layer keep, with any policy; layers between them are on a straight line.
+     * keep_tokens is then their mean, rounded up, whatever it was. Both 0: the policy shares keep_tokens */
+    int keep_first, keep_last;
     /* Tokens that stay: indices below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
      * most half of the budget that the sinks leave (H2O's share). A small budget protects the newest token first,
@@ -2551,6 +2554,11 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
  *     tova                                     weights of the newest query alone, summed over KV heads
  *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
+ * The last three look at queries in two ways. After an append of several tokens they take the newest queries. After an
+ * append of one token they take only the last queries before the next eviction: "tova" one, the others one in
+ * importance.sample_every (0: 32) of a batch. With evict.keep_tokens the cache knows when that is. Without, it
+ * expects an eviction when a block of 64 tokens is full. In between, tkv_evict has older scores, and evicts tokens
+ * behind the last query that counted after all others.
  * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
  *
  * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
@@ -2560,14 +2568,14 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  * the heads of one query first. With more than 8 query heads (4 at 512 channels), they combine those that run
  * together.
  *
- * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
+ * For all others queries are sampled. Each KV head samples one of cfg.importance.sample_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
  * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any
  * sampling rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * sample_every for
+ * of newest queries start again with each chunk and each eviction. Sums are limited to 4,095 * sample_every for
  * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * sample_every and to 2^32 - 1.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost
@@ -22491,6 +22499,13 @@ static const char *tkvi_evict_fault(const tkv_evict_config *cfg, const char **fi
     *value = cfg->keep_tokens;
     if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30)
         return "it must be 1 to 2^30 - 1, or 0 for what the budget has room for";
+    *field = "evict.keep_first";
+    *value = cfg->keep_first;
+    if (cfg->keep_first < 0 || cfg->keep_first >= 1 << 30 || !cfg->keep_first != !cfg->keep_last)
+        return "it must be 1 to 2^30 - 1 with keep_last, or 0 with keep_last 0";
+    *field = "evict.keep_last";
+    *value = cfg->keep_last;
+    if (cfg->keep_last < 0 || cfg->keep_last >= 1 << 30) return "it must be 1 to 2^30 - 1, or 0";
     *field = "evict.policy";
     *value = (int)cfg->policy;
     if (!tkvi_evict_row_of(cfg->policy)) return "it must be a tkv_evict_policy";
@@ -22648,6 +22663,11 @@ TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evi
     return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
 }
 
+/* Number of tokens above which a layer with this budget evicts. cfg: filled */
+static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
+    return (int64_t)((double)cfg->trigger * budget + .5);
+}
+
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
  * or more if the budget requires it; never more than n. 0 for a bad argument. */
 static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
@@ -22655,7 +22675,7 @@ static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int 
     int64_t limit, due;
     int batch;
     if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
-    limit = (int64_t)((double)full.trigger * budget + .5);
+    limit = tkvi_evict_limit(&full, budget);
     due = (int64_t)n + incoming - limit;
     if (due <= 0) return 0;
     batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
@@ -22675,6 +22695,13 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     line.fall = b->total;
     line.whole = (int64_t)b->n_layers * (b->n_layers + 1) / 2;
     return line;
+}
+
+/* Tokens that layer l of n keeps, on a line from the first to the last layer, if layers keep `mean` on average. */
+static int tkvi_line_between(int first, int last, int mean, int l, int n) {
+    const int64_t at = n > 1 ? (int64_t)first * (n - 1 - l) + (int64_t)last * l : (int64_t)first + last;
+    const int64_t sum = ((int64_t)first + last) * (n > 1 ? n - 1 : 2);
+    return tkvi_max(1, (int)((double)at / (double)sum * 2.0 * mean + .5));
 }
 
 /* In the order of tkv_evict_shape. */
@@ -22824,10 +22851,10 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 
 /* >>the table */
 typedef struct tkvi_token_score_mode {
-    int need;   /* the bit TKVI_NEEDS_ that selects this mode; 0: no policy needs it */
-    int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
-    float sign; /* -1 where a high score is bad */
-    float one;  /* a weight or count of 1 as an integer */
+    int need; /* the bit TKVI_NEEDS_ that selects this mode; 0: no policy needs it */
+    int fresh; /* 1: only the last queries before an eviction count (reclaim/scores.h); 0: samples one in `every` */
+    float sign;     /* -1 where a high score is bad */
+    float one;      /* a weight or count of 1 as an integer */
     float min_unit; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
     tkvi_sample_fn say;         /* query row -> scores of a block */
@@ -22864,7 +22891,8 @@ static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_COUNT] = {
 typedef struct tkvi_token_scores {
     const tkvi_token_score_mode *mode; /* NULL: no scores are collected */
     int every;                         /* samples one query in `every`, or, where mode->fresh is 1, */
-    int newest;                        /* the newest `newest` queries */
+    int newest;                        /* the newest `newest` queries, while decoding the newest */
+    int decoded;                       /* `decoded` before an eviction */
     tkvi_sample_fn heads;              /* NULL: query heads are scored one by one; else combines them first */
     float one;                         /* a weight of 1 from one query head, as an integer */
     int mean;                          /* `one` is for the mean of so many query heads; 1: they add up */
@@ -22915,6 +22943,7 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     if (m->mode) { /* a policy has no default decay */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKVI_NEEDS_LAST_SCORES ? 1 : evict.recent_tokens;
+        m->decoded = tkvi_max(1, tkvi_min(m->newest, (evict.batch ? evict.batch : TKVI_BLOCK) / m->every));
     } else if (cfg->importance.sample_every > 0 || cfg->tiers.n_anchors > 0 || kind == TKV_EVICT_SCORES ||
                kind == TKV_EVICT_USER) {
         i = tkvi_token_score_of_strategy[m->importance.strategy];
@@ -23679,6 +23708,8 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
     if (!cfg->limits.max_states) cfg->limits.max_states = 64;
     tkvi_fill_options(&cfg->format);
+    if (TKVI_HAS_EVICT && cfg->evict.keep_first)
+        cfg->evict.keep_tokens = (int)(((int64_t)cfg->evict.keep_first + cfg->evict.keep_last + 1) / 2);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
@@ -26217,7 +26248,8 @@ typedef struct tkvi_list {
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     int step_len;             /* len when the open step began */
-    int is_moved;             /* 0: no entry has a shift */
+    int evict_len; /* forecast: len of the last attention before the next eviction; below len: unknown */
+    int is_moved;  /* 0: no entry has a shift */
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 
@@ -29542,6 +29574,10 @@ TKV_API tkv_status tkv_refresh_calibration(tkv_cache *kv) {
  * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of
  * that block, or resets them.
  *
+ * Policies that score by the last queries (TOVA, SnapKV, PyramidKV) reset. Behind an append of several tokens their
+ * newest queries count. While decoding, the last queries before the next eviction count, which list->evict_len
+ * forecasts: one in cfg.importance.sample_every of a batch. Their steps have one stamp, the forecast, so they add up.
+ *
  * Readers of the cache write here, as with the sums of learn/statistics.h. So they take the lock kv->learning.
  * Without atomics (neither gcc nor clang) attention collects nothing. Scores that the caller adds count all the
  * same.
@@ -29580,9 +29616,21 @@ static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, i
     n->score_step = step;
 }
 
-/* Joins new scores to those of a block. said: the new scores of its 64 tokens, 0 for evicted ones. one: the integer
- * that stands for a score of 1. */
-static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
+/* 1 if attention must collect scores of a list now. */
+static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
+    return !m->mode->fresh || list->len - list->chunk_start > 1 || list->len > list->evict_len - m->decoded;
+}
+
+static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
+    const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
+    return decodes && list->len > list->evict_len - m->decoded ? tkvi_max(list->len, list->evict_len)
+                                                               : list->len;
+}
+
+/* Joins new scores to those of a block of a list. said: the new scores of its 64 tokens, 0 for evicted ones. one: the
+ * integer that stands for a score of 1. */
+static void tkvi_token_score_add(tkv_cache *kv, const tkvi_list *list, uint32_t id, const float *said,
+                                 float one) {
     const tkvi_token_scores *m = &kv->token_scores;
     tkvi_token_meta *n = &kv->pool.token_meta[id];
     uint32_t more[TKVI_BLOCK], any = 0;
@@ -29590,7 +29638,7 @@ static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const floa
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->stats.lock);
-    tkvi_decay_to_step(m, n, len);
+    tkvi_decay_to_step(m, n, tkvi_score_stamp(m, list));
     m->mode->join(n->scores, more);
     tkvi_unlock(&kv->stats.lock);
 }
@@ -29625,7 +29673,7 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
         tkvi_lock(&kv->stats.lock);
         n = kv->pool.token_meta[id];
         tkvi_unlock(&kv->stats.lock);
-        by = m->mode->fresh ? (n.score_step == newest ? 1.0 : 0.0)
+        by = m->mode->fresh ? (tkvi_min(n.score_step, len) == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.score_step);
         by *= (double)m->mode->sign / (double)m->unit;
     }
@@ -29689,7 +29737,8 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
     int r;
     if (!m->mode->fresh)
         return tkvi_rows_every(v, (int64_t)v->kv->tables.plan[v->layer].at.heads + v->head, m->every);
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
+    for (r = 0; r < v->rows && tkvi_counts_now(m, v->list); r++)
+        rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
     return rows;
 }
 
@@ -29757,7 +29806,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
     }
     for (t = 0; t < TKVI_BLOCK && gone; t++)
         if (gone >> t & 1) added[t] = 0.0f;
-    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added,
+    tkvi_token_score_add(v->kv, v->list, v->ids[i], added,
                          tkvi_token_score_one(m, g->n_heads / g->n_kv_heads));
 }
 
@@ -31137,6 +31186,15 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
     }
 }
 
+/* Tokens behind the last query that gave scores stay, as those with the highest score do. newest: the length then */
+static void tkvi_spare_unobserved(const tkvi_choice *c, int newest) {
+    float most = 0.0f;
+    int i;
+    for (i = 0; i < c->n; i++) most = c->value[i] > most ? c->value[i] : most;
+    for (i = 0; i < c->n; i++)
+        if (c->position[i] >= newest) c->value[i] = most;
+}
+
 /* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
  * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens of blocks whose eviction frees
  * bytes in the index only. */
@@ -31176,6 +31234,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         if (needs & TKVI_NEEDS_USER_SCORES && !(p && p->scores)) /* by tkv_get_importance */
             tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
+    if (needs & (TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES)) tkvi_spare_unobserved(c, newest);
     memset(&v, 0, sizeof v);
     v.n = c->n;
     v.positions = c->position;
@@ -31191,11 +31250,12 @@ static int tkvi_n_kept_in_layer(const tkv_cache *kv, int seq, int layer, const t
                                 int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, own = 0;
     tkv_evict_budget split;
-    if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
+    if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM && !cfg->keep_first) return keep;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         if (i == layer) own = n;
         n += kv->tables.plan[i].stored_layer == i;
     }
+    if (cfg->keep_first) return tkvi_line_between(cfg->keep_first, cfg->keep_last, keep, own, n);
     memset(&split, 0, sizeof split);
     split.shape = tkvi_evict_row_of(cfg->policy)->shape;
     split.n_layers = n;
@@ -31273,21 +31333,36 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, in
     tkvi_apply_eviction(kv, seq, layer, 0);
 }
 
+/* Sets list->evict_len for when n more tokens will have been appended. cfg: filled. keep: the layer's share; 0: the
+ * byte budget decides. An append needs a block once in 64 tokens, so that is when such an eviction comes. */
+static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, const tkv_evict_config *cfg,
+                                   int keep) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const int64_t len = (int64_t)list->len + n;
+    int64_t left;
+    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh || len >= TKVI_FOREVER) return;
+    left = keep ? tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n
+                : tkvi_round_up((int)len, TKVI_BLOCK) - len;
+    list->evict_len = (int)(len + (left > 0 ? left : 0));
+}
+
 /* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
  * excess, at least a batch (tkvi_evict_due). */
 static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config filled;
-    int count, excess, keep, least;
-    if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
-        kv->tables.plan[layer].stored_layer != layer)
-        return;
-    count = tkvi_n_live(kv, seq, layer);
-    keep = tkvi_n_kept_in_layer(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
-    excess = tkvi_evict_due(&cfg->evict, count, n, keep);
+    int count, excess, keep = 0, least;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy || kv->tables.plan[layer].stored_layer != layer) return;
     (void)tkvi_evict_fill(&cfg->evict, &filled);
-    least = tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
-    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), 0);
+    if (cfg->evict.keep_tokens) {
+        count = tkvi_n_live(kv, seq, layer);
+        keep = tkvi_n_kept_in_layer(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
+        excess = tkvi_evict_due(&cfg->evict, count, n, keep);
+        least =
+            tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
+        if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), 0);
+    }
+    tkvi_forecast_eviction(kv, seq, layer, n, &filled, keep);
 }
 
 /* >>eviction as a reclaim stage, when no level fits the budget */
@@ -35723,7 +35798,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
             p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
         kv->token_scores.mode->say(s, p, low, said);
-        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
+        tkvi_token_score_add(kv, r.list, r.ids[i], said, kv->token_scores.unit);
     }
     return tkvi_ok(kv);
 }
@@ -38438,9 +38513,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
 /* Number of tokens that a sequence may hold. */
 static int tkvi_most_held(const tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return cfg->evict.policy == TKV_EVICT_SLIDING && cfg->evict.keep_tokens
-               ? tkvi_min(cfg->evict.keep_tokens, cfg->limits.max_tokens)
-               : cfg->limits.max_tokens;
+    const int keep = tkvi_max(cfg->evict.keep_tokens, tkvi_max(cfg->evict.keep_first, cfg->evict.keep_last));
+    return cfg->evict.policy == TKV_EVICT_SLIDING && keep ? tkvi_min(keep, cfg->limits.max_tokens)
+                                                          : cfg->limits.max_tokens;
 }
 
 /* 1 if the next token of a sequence begins a block in each layer. */
@@ -40875,6 +40950,8 @@ static const tkvi_row tkvi_offload_rows[] = {
 static const tkvi_row tkvi_evict_config_rows[] = {
     TKVI_NAMED(tkv_evict_config, policy, TKV_NAME_EVICT_POLICY),
     TKVI_ROW(tkv_evict_config, keep_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, keep_first, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, keep_last, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),

@@ -355,6 +355,9 @@ struct tkv_evict_view;
 typedef struct tkv_evict_config { /* zero means default */
     tkv_evict_policy policy;
     int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
+    /* Tokens that the first and the last layer keep, with any policy; layers between them are on a straight line.
+     * keep_tokens is then their mean, rounded up, whatever it was. Both 0: the policy shares keep_tokens */
+    int keep_first, keep_last;
     /* Tokens that stay: indices below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
      * most half of the budget that the sinks leave (H2O's share). A small budget protects the newest token first,
@@ -1352,6 +1355,11 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  *     scissorhands; strategy persistence       times the weight was below importance.low (0: 1 / visible keys)
  *     tova                                     weights of the newest query alone, summed over KV heads
  *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
+ * The last three look at queries in two ways. After an append of several tokens they take the newest queries. After an
+ * append of one token they take only the last queries before the next eviction: "tova" one, the others one in
+ * importance.sample_every (0: 32) of a batch. With evict.keep_tokens the cache knows when that is. Without, it
+ * expects an eviction when a block of 64 tokens is full. In between, tkv_evict has older scores, and evicts tokens
+ * behind the last query that counted after all others.
  * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
  *
  * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
@@ -1361,14 +1369,14 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  * the heads of one query first. With more than 8 query heads (4 at 512 channels), they combine those that run
  * together.
  *
- * Queries are sampled, except for tova, snapkv and pyramidkv. Each KV head samples one of cfg.importance.sample_every
+ * For all others queries are sampled. Each KV head samples one of cfg.importance.sample_every
  * positions, and heads and layers take turns. 0 means one in 32, or none if the policy needs no scores. A sampled
  * query counts as importance.sample_every queries, at most 4,096, so sums and counts estimate the whole at any
  * sampling rate.
  *
  * All calls between two appends form one step. Sums are multiplied by importance.decay for each token appended
  * since, so after a chunk of 64 by its 64th power. Decay 0 means the strategy's, or 1 if the policy decides. Sums
- * of newest queries start again with each step. Sums are limited to 4,095 * sample_every for
+ * of newest queries start again with each chunk and each eviction. Sums are limited to 4,095 * sample_every for
  * rates up to 256, else to 1,048,575. Counts are limited to 16,777,215 * sample_every and to 2^32 - 1.
  *
  * Collecting does not change the output of tkv_attend. The sums do not depend on threads. Sampled queries cost

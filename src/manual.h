@@ -718,9 +718,9 @@
  *   forgotten. The bytes are then 7.1 times fewer than FP16, the divergence is .0096, and two passkeys are found.
  *
  *   Cost. A cache samples one query in 32 for attention scores: 1.5 to 2.8 % of the time of attention
- *   (build/bench/mass). TOVA, SnapKV and PyramidKV need the newest queries. While decoding, every query is one of
- *   them, which costs 58 to 70 %. Random eviction leaves holes in blocks. Attention over them takes 9 to 41 % longer
- *   than over full blocks (bench/LOG.md).
+ *   (build/bench/mass). TOVA, SnapKV and PyramidKV need the last queries before an eviction. While decoding, a cache
+ *   takes one or two of 64 tokens, which costs less than 1 %. Random eviction leaves holes in blocks. Attention over
+ *   them takes 9 to 41 % longer than over full blocks (bench/LOG.md).
  *
  *   Named sinks. Some models give much attention to tokens inside a text: delimiters, the first token of each document,
  *   patches of an image. tkv_seq_set_sinks names such tokens, best right after their append, while they are exact. They

@@ -8,6 +8,12 @@
 
 #include <math.h>
 
+#if defined(__GNUC__) || defined(__clang__)
+#define NEEDS_ATOMICS
+#else
+#define NEEDS_ATOMICS SKIP("no atomics: scores are not collected")
+#endif
+
 enum {
     BLOCK = TKV_BLOCK_TOKENS,
     SEQS = 2,
@@ -537,6 +543,112 @@ TEST(pyramidkv_splits_the_budget) {
         CHECK_EQ(tkv_split_evict_budget(&split, want), TKV_OK);
         for (layer = 0; layer < LAYERS; layer++) CHECK_EQ(n_live(pair.kv, 0, layer), want[layer]);
         destroy_pair(&pair);
+    }
+}
+
+/* Keys along axes of their own: token i has axis i % 16. A query along an axis gives its tokens all attention. */
+static void append_on_axis(tkv_cache *kv, int axis, int n) {
+    memset(k_in, 0, sizeof k_in);
+    memset(v_in, 0, sizeof v_in);
+    for (int i = 0; i < n; i++)
+        for (int h = 0; h < KV_HEADS; h++) k_in[i * ROW + h * DIM + (axis + i) % 16] = 1;
+    for (int layer = 0; layer < LAYERS; layer++) CHECK_EQ(tkv_append(kv, 0, layer, k_in, v_in, n), TKV_OK);
+}
+
+static void ask_for_axis(tkv_cache *kv, int axis, int n) {
+    memset(q_in, 0, sizeof q_in);
+    for (int i = 0; i < n * HEADS; i++) q_in[i * DIM + axis] = 200;
+    for (int layer = 0; layer < LAYERS; layer++) CHECK_EQ(tkv_attend(kv, 0, layer, q_in, n, out), TKV_OK);
+}
+
+static int n_live_of_axis(const tkv_cache *kv, int axis) {
+    int n = 0;
+    for (int i = 16; i < 160; i++) n += i % 16 == axis && is_live(kv, 0, 0, i);
+    return n;
+}
+
+/* While decoding, the last queries before an eviction decide. Those before them are not looked at. */
+TEST(the_last_queries_before_an_eviction_decide) {
+    static const tkv_evict_policy policies[] = {TKV_EVICT_TOVA, TKV_EVICT_SNAPKV};
+    NEEDS_ATOMICS;
+    for (int i = 0; i < COUNT(policies); i++) {
+        tkv_config cfg = small_config();
+        tkv_layer_info info;
+        cfg.evict.policy = policies[i];
+        cfg.evict.keep_tokens = 200;
+        cfg.evict.batch = 64;
+        cfg.evict.pool = 1;
+        tkv_cache *kv = create_cache(&cfg);
+        append_on_axis(kv, 0, 160);
+        ask_for_axis(kv, 3, 160);
+        CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+        for (int n = 160; info.evicted == 0 && n < 300; n++) {
+            append_on_axis(kv, n, 1);
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            const int left = 200 - (n + 1); /* appends before the one that evicts */
+            if (info.evicted == 0) ask_for_axis(kv, left > 1 ? 5 : 9, 1);
+        }
+        CHECK_EQ(info.evicted, 64);
+        CHECK_EQ(n_live_of_axis(kv, 9), 9);
+        CHECK(n_live_of_axis(kv, 5) < 9);
+        CHECK(n_live_of_axis(kv, 3) < 9);
+        tkv_destroy(kv);
+    }
+}
+
+/* Tokens behind the last query that counted stay, whatever their scores are. */
+TEST(tokens_that_no_query_judged_stay) {
+    tkv_config cfg = small_config();
+    tkv_evict_params p;
+    NEEDS_ATOMICS;
+    cfg.evict.policy = TKV_EVICT_SNAPKV;
+    cfg.evict.recent_tokens = 1;
+    cfg.evict.pool = 1;
+    tkv_cache *kv = create_cache(&cfg);
+    append_on_axis(kv, 0, 160);
+    ask_for_axis(kv, 3, 160);
+    for (int n = 160; n < 180; n++) {
+        append_on_axis(kv, n, 1);
+        ask_for_axis(kv, 3, 1);
+    }
+    memset(&p, 0, sizeof p);
+    p.layer = TKV_ALL_LAYERS;
+    p.keep = 60;
+    CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+    CHECK_EQ(n_live(kv, 0, 0), 60);
+    for (int i = 160; i < 180; i++) CHECK(is_live(kv, 0, 0, i));
+    CHECK_EQ(n_live_of_axis(kv, 3), 9);
+    tkv_destroy(kv);
+}
+
+TEST(layers_keep_tokens_on_a_line) {
+    static const tkv_evict_policy policies[] = {TKV_EVICT_SLIDING, TKV_EVICT_H2O, TKV_EVICT_PYRAMIDKV};
+    char reason[200];
+    for (int i = 0; i < COUNT(policies); i++) {
+        tkv_config cfg = small_config();
+        tkv_evict_params p;
+        cfg.evict.policy = policies[i];
+        cfg.evict.keep_first = 300;
+        cfg.evict.keep_last = 101;
+        cfg.evict.batch = 1;
+        cache_pair pair = make_pair(&cfg);
+        for (int n = 0; n < 40; n++) CHECK_EQ(append_tokens(&pair, 0, 16), TKV_OK);
+        CHECK_EQ(n_live(pair.kv, 0, 0), 301); /* the mean is 201, rounded up from 200.5 */
+        CHECK_EQ(n_live(pair.kv, 0, 1), 201);
+        CHECK_EQ(n_live(pair.kv, 0, 2), 101);
+        memset(&p, 0, sizeof p);
+        p.layer = TKV_ALL_LAYERS;
+        p.keep = 100; /* the shape stays */
+        CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
+        CHECK_EQ(n_live(pair.kv, 0, 0), 150);
+        CHECK_EQ(n_live(pair.kv, 0, 1), 100);
+        CHECK_EQ(n_live(pair.kv, 0, 2), 50);
+        destroy_pair(&pair);
+        cfg.evict.keep_last = 0;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK(strstr(reason, "evict.keep_first is 300") != NULL);
+        cfg.evict.keep_last = -1;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     }
 }
 
@@ -1231,6 +1343,9 @@ int main(int argc, char **argv) {
     RUN(a_scorer_of_the_user);
     RUN(a_scorer_is_called_once_per_token);
     RUN(pyramidkv_splits_the_budget);
+    RUN(the_last_queries_before_an_eviction_decide);
+    RUN(tokens_that_no_query_judged_stay);
+    RUN(layers_keep_tokens_on_a_line);
     RUN(eviction_from_exact_blocks);
     RUN(eviction_from_encoded_blocks);
     RUN(keys_before_rope);

@@ -41,7 +41,8 @@ typedef struct tkvi_list {
     int expired;              /* tokens before this position have expired (they left the window) */
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     int step_len;             /* len when the open step began */
-    int is_moved;             /* 0: no entry has a shift */
+    int evict_len; /* forecast: len of the last attention before the next eviction; below len: unknown */
+    int is_moved;  /* 0: no entry has a shift */
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 

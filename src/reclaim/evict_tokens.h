@@ -314,6 +314,15 @@ static void tkvi_compute_keydiff(const tkv_cache *kv, int seq, int layer, float 
     }
 }
 
+/* Tokens behind the last query that gave scores stay, as those with the highest score do. newest: the length then */
+static void tkvi_spare_unobserved(const tkvi_choice *c, int newest) {
+    float most = 0.0f;
+    int i;
+    for (i = 0; i < c->n; i++) most = c->value[i] > most ? c->value[i] : most;
+    for (i = 0; i < c->n; i++)
+        if (c->position[i] >= newest) c->value[i] = most;
+}
+
 /* Builds the view of a list's tokens for a policy, with its arrays in *c. p, or NULL: the caller's pins, priorities
  * and scores, all by position. needs: bits TKVI_NEEDS_. spares_outside: 1 spares tokens of blocks whose eviction frees
  * bytes in the index only. */
@@ -353,6 +362,7 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
         if (needs & TKVI_NEEDS_USER_SCORES && !(p && p->scores)) /* by tkv_get_importance */
             tkvi_importance_of_block(kv, c->position + first, c->value + first, c->n - first, list->len);
     }
+    if (needs & (TKVI_NEEDS_PROMPT_SCORES | TKVI_NEEDS_LAST_SCORES)) tkvi_spare_unobserved(c, newest);
     memset(&v, 0, sizeof v);
     v.n = c->n;
     v.positions = c->position;
@@ -368,11 +378,12 @@ static int tkvi_n_kept_in_layer(const tkv_cache *kv, int seq, int layer, const t
                                 int keep) {
     int budget[TKVI_MAX_LAYERS], i, n = 0, own = 0;
     tkv_evict_budget split;
-    if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM) return keep;
+    if (tkvi_evict_row_of(cfg->policy)->shape == TKV_EVICT_UNIFORM && !cfg->keep_first) return keep;
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
         if (i == layer) own = n;
         n += kv->tables.plan[i].stored_layer == i;
     }
+    if (cfg->keep_first) return tkvi_line_between(cfg->keep_first, cfg->keep_last, keep, own, n);
     memset(&split, 0, sizeof split);
     split.shape = tkvi_evict_row_of(cfg->policy)->shape;
     split.n_layers = n;
@@ -450,21 +461,36 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, in
     tkvi_apply_eviction(kv, seq, layer, 0);
 }
 
+/* Sets list->evict_len for when n more tokens will have been appended. cfg: filled. keep: the layer's share; 0: the
+ * byte budget decides. An append needs a block once in 64 tokens, so that is when such an eviction comes. */
+static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, const tkv_evict_config *cfg,
+                                   int keep) {
+    tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const int64_t len = (int64_t)list->len + n;
+    int64_t left;
+    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh || len >= TKVI_FOREVER) return;
+    left = keep ? tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n
+                : tkvi_round_up((int)len, TKVI_BLOCK) - len;
+    list->evict_len = (int)(len + (left > 0 ? left : 0));
+}
+
 /* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
  * excess, at least a batch (tkvi_evict_due). */
 static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config filled;
-    int count, excess, keep, least;
-    if (!TKVI_HAS_EVICT || !cfg->evict.policy || !cfg->evict.keep_tokens ||
-        kv->tables.plan[layer].stored_layer != layer)
-        return;
-    count = tkvi_n_live(kv, seq, layer);
-    keep = tkvi_n_kept_in_layer(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
-    excess = tkvi_evict_due(&cfg->evict, count, n, keep);
+    int count, excess, keep = 0, least;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy || kv->tables.plan[layer].stored_layer != layer) return;
     (void)tkvi_evict_fill(&cfg->evict, &filled);
-    least = tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
-    if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), 0);
+    if (cfg->evict.keep_tokens) {
+        count = tkvi_n_live(kv, seq, layer);
+        keep = tkvi_n_kept_in_layer(kv, seq, layer, &cfg->evict, cfg->evict.keep_tokens);
+        excess = tkvi_evict_due(&cfg->evict, count, n, keep);
+        least =
+            tkvi_min(filled.sink_tokens + 1, keep / 2); /* the sinks stay, even if many tokens come at once */
+        if (excess > 0) tkvi_evict_or_oldest(kv, seq, layer, tkvi_max(count - excess, least), 0);
+    }
+    tkvi_forecast_eviction(kv, seq, layer, n, &filled, keep);
 }
 
 /* >>eviction as a reclaim stage, when no level fits the budget */

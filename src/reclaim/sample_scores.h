@@ -32,7 +32,8 @@ static unsigned tkvi_scores_sample(const tkvi_tile_view *v) {
     int r;
     if (!m->mode->fresh)
         return tkvi_rows_every(v, (int64_t)v->kv->tables.plan[v->layer].at.heads + v->head, m->every);
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
+    for (r = 0; r < v->rows && tkvi_counts_now(m, v->list); r++)
+        rows |= (unsigned)(v->index[r] >= v->list->len - m->newest) << r;
     return rows;
 }
 
@@ -100,7 +101,7 @@ static void tkvi_scores_add(const tkvi_tile_view *v, int i, const float *scores,
     }
     for (t = 0; t < TKVI_BLOCK && gone; t++)
         if (gone >> t & 1) added[t] = 0.0f;
-    tkvi_token_score_add(v->kv, v->ids[i], v->list->len, added,
+    tkvi_token_score_add(v->kv, v->list, v->ids[i], added,
                          tkvi_token_score_one(m, g->n_heads / g->n_kv_heads));
 }
 

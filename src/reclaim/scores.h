@@ -6,6 +6,10 @@
  * The stamp of a step is the length of the list. The first call that reaches a block in a step decays the scores of
  * that block, or resets them.
  *
+ * Policies that score by the last queries (TOVA, SnapKV, PyramidKV) reset. Behind an append of several tokens their
+ * newest queries count. While decoding, the last queries before the next eviction count, which list->evict_len
+ * forecasts: one in cfg.importance.sample_every of a batch. Their steps have one stamp, the forecast, so they add up.
+ *
  * Readers of the cache write here, as with the sums of learn/statistics.h. So they take the lock kv->learning.
  * Without atomics (neither gcc nor clang) attention collects nothing. Scores that the caller adds count all the
  * same.
@@ -45,9 +49,21 @@ static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, i
     n->score_step = step;
 }
 
-/* Joins new scores to those of a block. said: the new scores of its 64 tokens, 0 for evicted ones. one: the integer
- * that stands for a score of 1. */
-static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const float *said, float one) {
+/* 1 if attention must collect scores of a list now. */
+static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
+    return !m->mode->fresh || list->len - list->chunk_start > 1 || list->len > list->evict_len - m->decoded;
+}
+
+static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
+    const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
+    return decodes && list->len > list->evict_len - m->decoded ? tkvi_max(list->len, list->evict_len)
+                                                               : list->len;
+}
+
+/* Joins new scores to those of a block of a list. said: the new scores of its 64 tokens, 0 for evicted ones. one: the
+ * integer that stands for a score of 1. */
+static void tkvi_token_score_add(tkv_cache *kv, const tkvi_list *list, uint32_t id, const float *said,
+                                 float one) {
     const tkvi_token_scores *m = &kv->token_scores;
     tkvi_token_meta *n = &kv->pool.token_meta[id];
     uint32_t more[TKVI_BLOCK], any = 0;
@@ -55,7 +71,7 @@ static void tkvi_token_score_add(tkv_cache *kv, uint32_t id, int len, const floa
     for (t = 0; t < TKVI_BLOCK; t++) any |= more[t] = tkvi_token_score_counted(said[t], one);
     if (!any) return;
     tkvi_lock(&kv->stats.lock);
-    tkvi_decay_to_step(m, n, len);
+    tkvi_decay_to_step(m, n, tkvi_score_stamp(m, list));
     m->mode->join(n->scores, more);
     tkvi_unlock(&kv->stats.lock);
 }
@@ -90,7 +106,7 @@ static void tkvi_decay_to_now(tkv_cache *kv, uint32_t id, int len, int newest, f
         tkvi_lock(&kv->stats.lock);
         n = kv->pool.token_meta[id];
         tkvi_unlock(&kv->stats.lock);
-        by = m->mode->fresh ? (n.score_step == newest ? 1.0 : 0.0)
+        by = m->mode->fresh ? (tkvi_min(n.score_step, len) == newest ? 1.0 : 0.0)
                             : tkvi_power((double)m->importance.decay, len - n.score_step);
         by *= (double)m->mode->sign / (double)m->unit;
     }

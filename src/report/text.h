@@ -638,6 +638,8 @@ static const tkvi_row tkvi_offload_rows[] = {
 static const tkvi_row tkvi_evict_config_rows[] = {
     TKVI_NAMED(tkv_evict_config, policy, TKV_NAME_EVICT_POLICY),
     TKVI_ROW(tkv_evict_config, keep_tokens, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, keep_first, TKVI_INT, NULL),
+    TKVI_ROW(tkv_evict_config, keep_last, TKVI_INT, NULL),
     TKVI_ROW(tkv_evict_config, sink_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, recent_tokens, TKVI_INT, tkvi_words_off),
     TKVI_ROW(tkv_evict_config, pool, TKVI_INT, NULL),

@@ -65,6 +65,13 @@ static const char *tkvi_evict_fault(const tkv_evict_config *cfg, const char **fi
     *value = cfg->keep_tokens;
     if (cfg->keep_tokens < 0 || cfg->keep_tokens >= 1 << 30)
         return "it must be 1 to 2^30 - 1, or 0 for what the budget has room for";
+    *field = "evict.keep_first";
+    *value = cfg->keep_first;
+    if (cfg->keep_first < 0 || cfg->keep_first >= 1 << 30 || !cfg->keep_first != !cfg->keep_last)
+        return "it must be 1 to 2^30 - 1 with keep_last, or 0 with keep_last 0";
+    *field = "evict.keep_last";
+    *value = cfg->keep_last;
+    if (cfg->keep_last < 0 || cfg->keep_last >= 1 << 30) return "it must be 1 to 2^30 - 1, or 0";
     *field = "evict.policy";
     *value = (int)cfg->policy;
     if (!tkvi_evict_row_of(cfg->policy)) return "it must be a tkv_evict_policy";
@@ -222,6 +229,11 @@ TKV_API tkv_status tkv_select_victims(const tkv_evict_config *cfg, const tkv_evi
     return st ? st : tkvi_select_victims(cfg, view, score, keep, victims, out);
 }
 
+/* Number of tokens above which a layer with this budget evicts. cfg: filled */
+static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
+    return (int64_t)((double)cfg->trigger * budget + .5);
+}
+
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
  * or more if the budget requires it; never more than n. 0 for a bad argument. */
 static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
@@ -229,7 +241,7 @@ static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int 
     int64_t limit, due;
     int batch;
     if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
-    limit = (int64_t)((double)full.trigger * budget + .5);
+    limit = tkvi_evict_limit(&full, budget);
     due = (int64_t)n + incoming - limit;
     if (due <= 0) return 0;
     batch = full.batch ? full.batch : tkvi_max(1, tkvi_min(64, budget / 8));
@@ -249,6 +261,13 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     line.fall = b->total;
     line.whole = (int64_t)b->n_layers * (b->n_layers + 1) / 2;
     return line;
+}
+
+/* Tokens that layer l of n keeps, on a line from the first to the last layer, if layers keep `mean` on average. */
+static int tkvi_line_between(int first, int last, int mean, int l, int n) {
+    const int64_t at = n > 1 ? (int64_t)first * (n - 1 - l) + (int64_t)last * l : (int64_t)first + last;
+    const int64_t sum = ((int64_t)first + last) * (n > 1 ? n - 1 : 2);
+    return tkvi_max(1, (int)((double)at / (double)sum * 2.0 * mean + .5));
 }
 
 /* In the order of tkv_evict_shape. */

@@ -89,10 +89,10 @@ static void tkvi_join_largest(uint32_t *mass, const uint32_t *more) {
 
 /* >>the table */
 typedef struct tkvi_token_score_mode {
-    int need;   /* the bit TKVI_NEEDS_ that selects this mode; 0: no policy needs it */
-    int fresh;  /* 1: each step starts at 0 and samples all newest queries; 0: samples one query in `every` */
-    float sign; /* -1 where a high score is bad */
-    float one;  /* a weight or count of 1 as an integer */
+    int need; /* the bit TKVI_NEEDS_ that selects this mode; 0: no policy needs it */
+    int fresh; /* 1: only the last queries before an eviction count (reclaim/scores.h); 0: samples one in `every` */
+    float sign;     /* -1 where a high score is bad */
+    float one;      /* a weight or count of 1 as an integer */
     float min_unit; /* lower limit of tkvi_token_scores.unit; 0: sampling does not scale the scores */
     tkv_importance_heads heads; /* how `join` combines query heads that are scored one by one: sum or max */
     tkvi_sample_fn say;         /* query row -> scores of a block */
@@ -129,7 +129,8 @@ static const int tkvi_token_score_of_strategy[TKV_IMPORTANCE_COUNT] = {
 typedef struct tkvi_token_scores {
     const tkvi_token_score_mode *mode; /* NULL: no scores are collected */
     int every;                         /* samples one query in `every`, or, where mode->fresh is 1, */
-    int newest;                        /* the newest `newest` queries */
+    int newest;                        /* the newest `newest` queries, while decoding the newest */
+    int decoded;                       /* `decoded` before an eviction */
     tkvi_sample_fn heads;              /* NULL: query heads are scored one by one; else combines them first */
     float one;                         /* a weight of 1 from one query head, as an integer */
     int mean;                          /* `one` is for the mean of so many query heads; 1: they add up */
@@ -180,6 +181,7 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     if (m->mode) { /* a policy has no default decay */
         m->importance.decay = tkvi_or(cfg->importance.decay, 1.0f);
         m->newest = m->mode->need == TKVI_NEEDS_LAST_SCORES ? 1 : evict.recent_tokens;
+        m->decoded = tkvi_max(1, tkvi_min(m->newest, (evict.batch ? evict.batch : TKVI_BLOCK) / m->every));
     } else if (cfg->importance.sample_every > 0 || cfg->tiers.n_anchors > 0 || kind == TKV_EVICT_SCORES ||
                kind == TKV_EVICT_USER) {
         i = tkvi_token_score_of_strategy[m->importance.strategy];

@@ -114,7 +114,7 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
             p[t] = at >= 0 && at < n ? tkvi_clampf(scores[at], 0.0f, TKVI_TOKEN_SCORE_MOST) : 0.0f;
         }
         kv->token_scores.mode->say(s, p, low, said);
-        tkvi_token_score_add(kv, r.ids[i], r.list->len, said, kv->token_scores.unit);
+        tkvi_token_score_add(kv, r.list, r.ids[i], said, kv->token_scores.unit);
     }
     return tkvi_ok(kv);
 }

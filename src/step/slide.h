@@ -111,9 +111,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
 /* Number of tokens that a sequence may hold. */
 static int tkvi_most_held(const tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
-    return cfg->evict.policy == TKV_EVICT_SLIDING && cfg->evict.keep_tokens
-               ? tkvi_min(cfg->evict.keep_tokens, cfg->limits.max_tokens)
-               : cfg->limits.max_tokens;
+    const int keep = tkvi_max(cfg->evict.keep_tokens, tkvi_max(cfg->evict.keep_first, cfg->evict.keep_last));
+    return cfg->evict.policy == TKV_EVICT_SLIDING && keep ? tkvi_min(keep, cfg->limits.max_tokens)
+                                                          : cfg->limits.max_tokens;
 }
 
 /* 1 if the next token of a sequence begins a block in each layer. */
