@@ -6,7 +6,7 @@
  *
  * The program prints the text as it is generated. Then it reports:
  *   - the tier of each token, and the bytes of each tier
- *   - the speed
+ *   - the speed, and the latency: the time to the first token, and percentiles of the time between tokens
  *   - the KL divergence of the next token's distribution from that of an exact cache with the same tokens
  *   - with --recall: whether the model still finds numbers that the prompt states
  * `./generate --help` lists the options. The sampler follows run.c of llama2.c.
@@ -25,12 +25,13 @@ static const char usage[] =
     "  --no-compare       compares no positions\n"
     "  --recall TEXT      asks for the last word of each line of the prompt that begins with\n"
     "                     TEXT, after the text is generated\n"
+    "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "\n"
     "Tiers from the oldest token to the newest: [sinks][archive ...][warm][hot]. Each line is\n"
     "an option, such as --archive FORMAT:\n" PLAN_HELP;
 
 typedef struct settings { /* options of this program only */
-    const char *recall;
+    const char *recall, *metrics;
     int compare;
 } settings;
 
@@ -71,7 +72,8 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     if (strcmp(name, "--recall") == 0) {
         w->recall = value;
         ok = *value != 0;
-    } else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
+    } else if (strcmp(name, "--metrics") == 0) w->metrics = value;
+    else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }
@@ -364,6 +366,8 @@ int main(int argc, char **argv) {
     s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     choice *space = (choice *)allocate((size_t)s.model.vocab, sizeof *space);
 
+    double *times = (double *)allocate((size_t)o.n, sizeof *times);
+    latency waits = latency_begin(times, o.n);
     const double prompt_start = seconds();
     int n_logits = 1;
     /* Reads the prompt in chunks that end where a block leaves the hot tail (llama_chunk). */
@@ -396,6 +400,7 @@ int main(int argc, char **argv) {
         const char *piece = llama_piece(&s.model, s.tokens[s.n_tokens - 1], token, &len);
         fwrite(piece, 1, (size_t)len, stdout);
         fflush(stdout);
+        latency_token(&waits);
         s.tokens[s.n_tokens++] = token;
         n_text++;
     }
@@ -403,6 +408,7 @@ int main(int argc, char **argv) {
     const double attending = s.attending, appending = s.appending; /* the questions below would add to them */
     if (s.n_tokens >= context) printf(" [the context of %d tokens is full]", context);
 
+    if (w.metrics) write_metrics(w.metrics, s.kv, &waits);
     printf("\n\n");
     double ratio = print_memory(&s);
     if (w.recall) find_secrets(&s, w.recall);
@@ -418,6 +424,7 @@ int main(int argc, char **argv) {
         printf("  each token  %.1f ms: attention %.2f, appending %.2f, matrix products and the rest %.1f\n",
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
                1e3 * (text_time - attending - appending) / n_text);
+    latency_print(&waits, stdout);
     tkv_destroy(s.kv);
     plan_free(&s.cfg);
     llama_free(&s.model);
@@ -425,5 +432,6 @@ int main(int argc, char **argv) {
     free(s.logits);
     free(s.kept);
     free(space);
+    free(times);
     return 0;
 }

@@ -971,6 +971,10 @@
  *   cache, so they may run beside attention. All texts follow one convention: (buf, size, needed), final zero
  *   included. buf NULL only counts.
  *
+ *   The library measures no time. examples/latency.h has the time to the first token and between tokens, as
+ *   percentiles and as histograms for Prometheus. generate and budget print them, and --metrics FILE writes a report
+ *   with them.
+ *
  *
  * 15. THE CUDA COMPANION
  *

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What `make run` shows: generate.c finds and asks for what a prompt hides, the prompt of the demo is as the demo
-model learnt it, and tools/terminal_svg.py draws what was printed."""
+"""What `make run` and `make budget` show: generate.c finds and asks for what a prompt hides, both measure latency, the
+prompt of the demo is as the demo model learnt it, and tools/terminal_svg.py draws what was printed."""
 import os
 import re
 import subprocess
@@ -122,6 +122,94 @@ class Tables(unittest.TestCase):
         self.assertIn(b"no format that learns", run.stderr)
 
 
+class Latency(unittest.TestCase):
+    """generate and budget measure latency, and write it beside the cache's figures as Prometheus text."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.path.exists(DEMO):
+            raise unittest.SkipTest("no " + DEMO)
+        cls.place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.place.cleanup)
+        for name in ("generate", "budget"):
+            compile_example(name, cls.place.name)
+
+    LINE = (r"^  latency     first token after ([\d.]+) ms; between tokens P50 ([\d.]+), P95 ([\d.]+), "
+            r"P99 ([\d.]+) ms \((\d+) times\)$")
+
+    def said(self, *args, status=0):
+        run = subprocess.run(["./" + args[0]] + list(args[1:]), cwd=self.place.name, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
+        self.assertEqual(run.returncode, status, run.stderr)
+        return run.stdout.decode(), run.stderr.decode()
+
+    def figures(self, text):
+        return [float(x) for x in re.search(self.LINE, text, re.M).groups()]
+
+    def metrics(self):
+        """Buckets {bound: count}, sum and count of each histogram, read without a parser."""
+        with open(os.path.join(self.place.name, "m.prom"), encoding="utf-8") as f:
+            text = f.read()
+        found = {}
+        for name in ("model_time_to_first_token_seconds", "model_time_between_tokens_seconds"):
+            buckets = re.findall(r'^%s_bucket\{le="([^"]+)"\} (\d+)$' % name, text, re.M)
+            total, = re.findall(r"^%s_sum (\S+)$" % name, text, re.M)
+            count, = re.findall(r"^%s_count (\d+)$" % name, text, re.M)
+            found[name] = {float(bound): int(n) for bound, n in buckets}, float(total), int(count)
+        return text, found["model_time_to_first_token_seconds"], found["model_time_between_tokens_seconds"]
+
+    def check_histogram(self, buckets, total, count):
+        bounds = list(buckets)
+        self.assertEqual(bounds, sorted(bounds))
+        self.assertEqual(bounds[-1], float("inf"))
+        counts = list(buckets.values())
+        self.assertEqual(counts, sorted(counts))
+        self.assertEqual(counts[-1], count)
+        least = sum((n - before) * low for n, before, low in zip(counts, [0] + counts, [0] + bounds))
+        self.assertGreaterEqual(total * (1 + 1e-6), least)
+
+    def test_printed_and_written(self):
+        ask = "-p", "Once upon a time", "--raw", "--metrics", "m.prom", "-n"
+        for run in (("generate", DEMO, *ask, "40", "--no-compare"),
+                    ("budget", DEMO, *ask, "39", "--budget", "none", "--compare")):  # it samples one token more
+            text, _ = self.said(*run)
+            first, p50, p95, p99, n = self.figures(text)
+            self.assertEqual(n, 39)
+            self.assertTrue(0 < p50 <= p95 <= p99, (p50, p95, p99))
+            report, once, between = self.metrics()
+            self.assertIn("\ntkv_info{", report)
+            self.assertEqual((once[2], between[2]), (1, 39))
+            self.check_histogram(*once)
+            self.check_histogram(*between)
+            self.assertAlmostEqual(1e3 * once[1], first, delta=0.051)
+            self.assertTrue(p50 <= 1e3 * between[1] <= 39 * p99 + 0.01 * 39, between)  # rounded to .01 ms
+            self.assertEqual(os.path.exists(os.path.join(self.place.name, "m.prom.new")), False)
+
+    def test_prometheus_reads_it(self):
+        try:
+            from prometheus_client.parser import text_string_to_metric_families
+        except ImportError:
+            self.skipTest("prometheus_client is not here")
+        self.said("budget", DEMO, "-p", "Once upon a time", "-n", "19", "--budget", "none", "--metrics",
+                  "m.prom")
+        text, _, between = self.metrics()
+        families = {f.name: f for f in text_string_to_metric_families(text)}
+        self.assertIn("tkv_memory_held_bytes", families)
+        for name in ("model_time_to_first_token_seconds", "model_time_between_tokens_seconds"):
+            family = families[name]
+            self.assertEqual(family.type, "histogram")
+            self.assertTrue(family.documentation)
+            self.assertEqual({s.name[len(name):] for s in family.samples}, {"_bucket", "_sum", "_count"})
+        parsed = {float(s.labels["le"]): s.value for s in families["model_time_between_tokens_seconds"].samples
+                  if "le" in s.labels}
+        self.assertEqual(parsed, between[0])
+        self.assertEqual(between[2], 19)
+
+    def test_a_file_that_cannot_be_written(self):
+        _, said = self.said("generate", DEMO, "-p", "Once", "-n", "2", "--raw", "--metrics", "none/m.prom", status=1)
+        self.assertIn("cannot write none/m.prom.new", said)
+
+
 class Prompt(unittest.TestCase):
     def test_numbers_stand_as_the_model_learnt_them(self):
         with open(PROMPT, encoding="utf-8") as f:
@@ -175,6 +263,8 @@ if __name__ == "__main__":
     os.chdir(ROOT)
     result = unittest.main(exit=False, verbosity=1).result
     bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
+    for test, why in result.skipped:
+        print("skipped %s: %s" % (test.id(), why))
     sys.stdout.flush()
     sys.stderr.flush()
     print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))
