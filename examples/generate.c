@@ -9,7 +9,8 @@
  *   - the speed, and the latency: the time to the first token, and percentiles of the time between tokens
  *   - the KL divergence of the next token's distribution from that of an exact cache with the same tokens
  *   - with --recall: whether the model still finds numbers that the prompt states
- * `./generate --help` lists the options. The sampler follows run.c of llama2.c.
+ * --thresholds keeps the plans of runs and their scores in a file (thresholds.h). `./generate --help` lists the
+ * options. The sampler follows run.c of llama2.c.
  *
  * program.h has the code that it shares with budget. In this order: options, running, recall, comparing, tables,
  * main.
@@ -18,6 +19,7 @@
 
 #define PROGRAM "generate"
 #include "program.h"
+#include "thresholds.h"
 
 static const char usage[] =
     "generate MODEL [options]\n" PROGRAM_HELP "  -n N               tokens to generate (256)\n"
@@ -25,13 +27,16 @@ static const char usage[] =
     "  --no-compare       compares no positions\n"
     "  --recall TEXT      asks for the last word of each line of the prompt that begins with\n"
     "                     TEXT, after the text is generated\n"
+    "  --thresholds FILE  begins with the plan that FILE has for this model, if the options give\n"
+    "                     none, and writes the plan of this run with its score: of the meter\n"
+    "                     (--meter), else the rise of perplexity of at least 64 tokens (--compare)\n"
     "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "\n"
     "Tiers from the oldest token to the newest: [sinks][archive ...][warm][hot]. Each line is\n"
     "an option, such as --archive FORMAT:\n" PLAN_HELP;
 
 typedef struct settings { /* options of this program only */
-    const char *recall, *metrics;
+    const char *recall, *metrics, *thresholds;
     int compare;
 } settings;
 
@@ -73,6 +78,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
         w->recall = value;
         ok = *value != 0;
     } else if (strcmp(name, "--metrics") == 0) w->metrics = value;
+    else if (strcmp(name, "--thresholds") == 0) w->thresholds = value;
     else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
@@ -339,6 +345,20 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
     printf("\n");
 }
 
+/* Writes the plan of this run with its score to the store, and frees the store. */
+static void keep_plan(plan_store *store, const session *s, const comparison *c) {
+    float score;
+    const int has_meter = s->cfg.meter.heads > 0, known = c->known >= 64;
+    if (!has_meter && !known)
+        printf("  thresholds  %s stays: a score takes --meter, or a prompt of 64 compared tokens\n",
+               store->path);
+    else if (!score_run(s->kv, has_meter, known ? exp(c->loss[EXACT] / c->known) : 0,
+                        known ? exp(c->loss[TIERED] / c->known) : 0, &score))
+        printf("  thresholds  %s stays: the run gave no score; a longer text may\n", store->path);
+    else store_save(store, &s->cfg, s->kv, score);
+    free(store->entries.entry);
+}
+
 int main(int argc, char **argv) {
     options o;
     settings w;
@@ -353,6 +373,10 @@ int main(int argc, char **argv) {
     if (!o.model) help(usage, 1);
     uint64_t rng = rng_seed(&o);
     load(&o, &s.model, &s.cfg);
+    plan_store store;
+    if (w.thresholds && s.cfg.layers) fail("--thresholds keeps no plan of single layers (--layers)");
+    if (w.thresholds) store_open(&store, w.thresholds, o.model, context_of(&o, &s.model));
+    if (w.thresholds) store_apply(&store, &s.cfg);
     s.kv = create(&s.cfg);
     load_tables(&o, s.kv);
     int context = context_of(&o, &s.model);
@@ -425,6 +449,7 @@ int main(int argc, char **argv) {
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
                1e3 * (text_time - attending - appending) / n_text);
     latency_print(&waits, stdout);
+    if (w.thresholds) keep_plan(&store, &s, &c);
     tkv_destroy(s.kv);
     plan_free(&s.cfg);
     llama_free(&s.model);
