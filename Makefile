@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run npc budget calibrate picture test fuzz bench rivals speed quality tables model texts header check layout format ci \
+.PHONY: help run npc budget calibrate picture test fuzz bench rivals speed quality tables report model texts header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo 'make speed      measures both and draws the picture in the README'
 	@echo 'make quality MODEL=file    measures the loss of formats on a real model; ARGS=--help lists options'
 	@echo 'make tables     makes all tables and the picture of bench/QUALITY.md, in hours; TABLES="name ..."'
+	@echo 'make report     makes a page of quality, speed and budgets from runs in build/; measures quickly what is missing'
 	@echo 'make gpu-check  tests tieredkv_cuda.cu on a GPU against the CPU, and with compute-sanitizer'
 	@echo 'make gpu-bench  measures its speed, and compares FP16 and PyTorch; NVCC_FLAGS=-arch=sm_90'
 	@echo 'make header     builds tieredkv.h and tieredkv_cuda.cu from src/'
@@ -214,6 +215,9 @@ tables: build/bench/quality
 	@mkdir -p build/quality
 	$(PYTHON) bench/tables.py --run $(TABLES)
 	@if [ -f build/quality/smollm2.csv ]; then $(call plot,build/quality/smollm2.csv,bench/quality.svg); fi
+
+report:
+	$(PYTHON) bench/report.py $(ARGS)
 
 # The header and the layout of the code.
 CODE = $(sort $(shell find src examples tests bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu'))

@@ -807,8 +807,9 @@
  *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
- *   yours. tkv_put_threshold adds a plan, and tkv_find_thresholds finds the nearest for the next cache.
- *   tkv_print_thresholds and tkv_parse_thresholds make it a text with a checksum.
+ *   yours. tkv_put_threshold adds a plan, tkv_find_thresholds finds the nearest for the next cache, and
+ *   tkv_apply_threshold sets it in a config. tkv_print_thresholds and tkv_parse_thresholds make it a text with a
+ *   checksum. examples/thresholds.h keeps a store in a file (generate --thresholds FILE).
  *
  *
  * 11. BYTES
@@ -973,6 +974,10 @@
  *   cache, so they may run beside attention. All texts follow one convention: (buf, size, needed), final zero
  *   included. buf NULL only counts.
  *
+ *   The library measures no time. examples/latency.h has the time to the first token and between tokens, as
+ *   percentiles and as histograms for Prometheus. generate and budget print them, and --metrics FILE writes a report
+ *   with them.
+ *
  *
  * 15. THE CUDA COMPANION
  *
@@ -1009,6 +1014,7 @@
 #define tkv_append_params TKV_NAME_(tkv_append_params)
 #define tkv_append_part TKV_NAME_(tkv_append_part)
 #define tkv_apply_preset TKV_NAME_(tkv_apply_preset)
+#define tkv_apply_threshold TKV_NAME_(tkv_apply_threshold)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_params TKV_NAME_(tkv_attend_params)
@@ -3056,6 +3062,20 @@ TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e);
 #define TKV_THRESHOLD_CANDIDATES 10
 TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
                                        tkv_threshold *out, int most, int *found);
+/* Applies an entry to a config: its hot_tokens, warm_tokens and archive. An entry of TKV_ALL_LAYERS sets cfg->tiers,
+ * and settings of layers stay. An entry of one layer sets layers[e->layer].
+ *   cfg      the whole config, with cfg->model; it must be valid with the entry
+ *   layers   NULL, or the array of cfg->layers, which an entry of one layer needs. If cfg has none: an array of zeros
+ *            with model.n_layers entries, which becomes cfg->layers.
+ *   reason   (may be NULL) receives one sentence, as from tkv_validate_config
+ * Errors, cfg and layers unchanged:
+ *   TKV_ERR_ARG           a pointer is missing, a field of the entry is out of range, or layers is another array
+ *   TKV_ERR_RANGE         cfg has no such layer
+ *   TKV_ERR_CONFIG        the config would be invalid
+ *   TKV_ERR_UNSUPPORTED   the entry needs what a TKV_NO_ switch leaves out
+ * Cost: that of tkv_validate_config. */
+TKV_API tkv_status tkv_apply_threshold(tkv_config *cfg, tkv_layer_config *layers, const tkv_threshold *e,
+                                       char *reason, size_t size);
 /* Copies a model's entries to a similar model, such as a fine-tuned copy. Existing entries of `to` stay. The caller
  * must know that both models are similar, because equal shapes do not prove it. Other functions match exact names
  * only.
@@ -28214,6 +28234,64 @@ TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *mode
     return n ? TKV_OK : TKV_ERR_RANGE;
 }
 
+/* >>applying */
+/* Checks the arguments for an entry, before the config that it makes. */
+static tkv_status tkvi_threshold_fault(const tkv_config *cfg, const tkv_layer_config *layers,
+                                       const tkv_threshold *e, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    const char *wrong;
+    if (!cfg || !e) return tkvi_give_reason(TKV_ERR_ARG, "the config or the entry is missing", reason, size);
+    wrong = tkvi_threshold_wrong(e);
+    if (wrong) {
+        tkvi_append_text(&t, wrong);
+        tkvi_append_text(&t, " of the entry must be in the range that tkv_threshold gives");
+        return TKV_ERR_ARG;
+    }
+    if (e->layer == TKV_ALL_LAYERS) return TKV_OK;
+    if (e->layer >= cfg->model.n_layers) {
+        tkvi_append_text(&t, "the entry is of layer ");
+        tkvi_append_int(&t, e->layer);
+        tkvi_append_text(&t, "; it must be below model.n_layers, ");
+        tkvi_append_int(&t, cfg->model.n_layers);
+        return TKV_ERR_RANGE;
+    }
+    if (!layers)
+        return tkvi_give_reason(TKV_ERR_ARG, "the entry is of one layer: layers must be an array", reason,
+                                size);
+    if (cfg->layers && cfg->layers != layers)
+        return tkvi_give_reason(TKV_ERR_ARG, "layers must be the array of cfg->layers", reason, size);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_apply_threshold(tkv_config *cfg, tkv_layer_config *layers, const tkv_threshold *e,
+                                       char *reason, size_t size) {
+    tkv_config next;
+    tkv_layer_config before;
+    tkv_status st;
+    if (!TKVI_HAS_METER)
+        return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_METER leaves this out", reason, size);
+    st = tkvi_threshold_fault(cfg, layers, e, reason, size);
+    if (st) return st;
+    next = *cfg;
+    if (e->layer == TKV_ALL_LAYERS) {
+        next.tiers.hot_tokens = e->hot_tokens;
+        next.tiers.warm_tokens = e->warm_tokens;
+        next.tiers.archive = e->archive;
+        st = tkv_validate_config(&next, reason, size);
+    } else {
+        before = layers[e->layer];
+        layers[e->layer].hot_tokens = e->hot_tokens;
+        layers[e->layer].warm_tokens = e->warm_tokens;
+        layers[e->layer].archive = e->archive;
+        next.layers = layers;
+        st = tkv_validate_config(&next, reason, size);
+        if (st) layers[e->layer] = before;
+    }
+    if (!st) *cfg = next;
+    return st;
+}
+
+/* >>transfer */
 TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, const char *to, float discount) {
     char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;

@@ -346,7 +346,7 @@ static const char *parse_plan(const char *text, const llama_model *m, plan *p) {
 static void add_plan(const char *text, int optional, int is_rival) {
     if (all.n_plans == MAX_PLANS) fail("more than %d plans", MAX_PLANS);
     const char *wrong = parse_plan(text, &all.model, &all.plans[all.n_plans]);
-    if (is_rival) all.plans[all.n_plans].is_rival = 1;
+    all.plans[all.n_plans].is_rival = is_rival || all.plans[all.n_plans].rival != NULL;
     if (!wrong) all.n_plans++;
     else if (optional) fprintf(stderr, "quality: left out: %s (%s)\n", text, wrong);
     else fail("plan %s: %s", text, wrong);

@@ -104,12 +104,19 @@ def sides(rows):
 
 
 # >>the page
-def command_of(page, name):
-    """Returns the indented command that writes this CSV, with continued lines joined."""
+def find_command(page, name):
+    """Returns the indented command that writes this CSV, with continued lines joined; None if there is none."""
     for block in re.findall(r"(?:^    .*\n)+", page, re.M):
         for command in re.sub(r"\\\n\s*", "", block).split("\n"):
             if re.search(r"--csv %s%s\.csv(\s|$)" % (re.escape(FOLDER), re.escape(name)), command):
                 return command.strip()
+    return None
+
+
+def command_of(page, name):
+    command = find_command(page, name)
+    if command:
+        return command
     sys.exit("tables: QUALITY.md has no command with --csv %s%s.csv" % (FOLDER, name))
 
 

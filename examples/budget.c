@@ -5,11 +5,12 @@
  * cc -O2 examples/budget.c examples/tieredkv.c -o budget -lm && ./budget
  *
  * A progress line shows the tokens, the level of the ladder, the pressure, the bytes, and the share of each tier.
- * Each change of level prints a line. A table follows at the end: blocks that each level recoded, and the peak
- * against the budget. --compare adds the KL divergence from an unlimited cache with the same tokens. --csv writes
- * every step to a file for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file
- * (spill_file.h) when the last level is not enough; attention reads them there. `./budget --help` lists the
- * options.
+ * Each change of level prints a line. A table follows at the end: blocks that each level recoded, the peak against
+ * the budget, the time to the first token, and percentiles of the time between tokens. --compare adds the KL
+ * divergence from an unlimited cache with the same tokens; its work is in no time. --csv writes every step to a file
+ * for `bench/plot.py --budget`. --spill offloads old blocks to a temporary file (spill_file.h) when the last level
+ * is not enough; attention reads them there. --metrics writes the figures and histograms as Prometheus text.
+ * `./budget --help` lists the options.
  *
  * program.h has the code that it shares with generate. In this order: options, progress, running, table, main.
  */
@@ -39,13 +40,14 @@ static const char usage[] =
     "  --compare          compares with an unlimited cache\n"
     "  --spill            offloads blocks to a temporary file when the budget is full\n"
     "  --csv FILE         writes one line per step\n"
+    "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "The program always sets --raw.\n"
     "\n"
     "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
 
 typedef struct settings {
     tkv_config *cfg;
-    const char *budget, *csv;
+    const char *budget, *csv, *metrics;
     int compare, spill;
 } settings;
 
@@ -66,6 +68,7 @@ typedef struct session {
     double loss, exact_loss;
     int known; /* tokens that the losses sum over */
     stage stages[TKV_MAX_LEVELS];
+    latency waits;
     FILE *csv;
     int on_terminal, shown; /* shown: the progress line is on the screen */
     double next;            /* next update of it: in seconds on a terminal, else in tokens */
@@ -86,6 +89,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     int profile;
     if (strcmp(name, "--budget") == 0) w->budget = value;
     else if (strcmp(name, "--csv") == 0) w->csv = value;
+    else if (strcmp(name, "--metrics") == 0) w->metrics = value;
     else if (strcmp(name, "--policy") != 0) return UNKNOWN;
     else if (tkv_find_name(TKV_NAME_PROFILE, value, &profile) != TKV_OK) return BAD_VALUE;
     else w->cfg->budget.pressure.profile = (tkv_pressure_profile)profile;
@@ -234,6 +238,7 @@ static void compare(session *s, int n) { /* compares the last n positions */
 static int evaluate(session *s, int n) {
     const int n_logits = s->exact ? n : 1;
     tkv_status status = llama_forward(&s->model, s->kv, 0, s->tokens + s->done, n, s->logits, n_logits);
+    const double evaluated = latency_now();
     if (status == TKV_ERR_BUDGET) return 0;
     if (status == TKV_OK && s->exact)
         status = llama_forward(&s->model, s->exact, 0, s->tokens + s->done, n, s->exact_logits, n_logits);
@@ -241,22 +246,27 @@ static int evaluate(session *s, int n) {
     s->done += n;
     if (s->exact) compare(s, n);
     report_step(s);
+    latency_exclude(&s->waits, evaluated);
     return 1;
 }
 
 static void run(session *s, const options *o) {
     const size_t vocab = (size_t)s->model.vocab;
     choice *space = (choice *)allocate(vocab, sizeof *space);
+    double *times = (double *)allocate((size_t)s->total, sizeof *times);
     uint64_t rng = rng_seed(o);
+    s->waits = latency_begin(times, s->total);
     while (s->done < s->total) {
         int n = s->n_prompt - s->done;
         if (n > TKV_BLOCK_TOKENS) n = TKV_BLOCK_TOKENS;
         if (n < 1) n = 1;
         s->refused = !evaluate(s, n);
         if (s->refused) break;
-        if (s->done >= s->n_prompt)
+        if (s->done >= s->n_prompt) {
             s->tokens[s->done] =
                 sample(s->logits + (s->exact ? (size_t)(n - 1) * vocab : 0), s->model.vocab, o, &rng, space);
+            latency_token(&s->waits);
+        }
     }
     free(space);
 }
@@ -284,7 +294,7 @@ static void print_stage(const session *s, const tkv_budget_info *b, int level) {
     printf("\n");
 }
 
-static void print_table(const session *s, double time) {
+static void print_table(session *s, double time) {
     tkv_budget_info b;
     tkv_memory_info mem;
     if (tkv_get_budget(s->kv, &b) != TKV_OK || tkv_get_memory(s->kv, &mem) != TKV_OK) return;
@@ -293,6 +303,7 @@ static void print_table(const session *s, double time) {
     for (int level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
     printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
            commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s->kv)));
+    latency_print(&s->waits, stdout);
     printf("  peak         %s bytes", commas((double)b.peak));
     if (b.budget)
         printf(" of a budget of %s, %.1f %%", commas((double)b.budget),
@@ -376,6 +387,8 @@ int main(int argc, char **argv) {
     print_text(&s);
     print_table(&s, took);
     if (s.refused) printf("\nThe budget is full. Use a larger budget or fewer tokens (-n): %s\n", advice(&s));
+    if (w.metrics) write_metrics(w.metrics, s.kv, &s.waits);
+    free(s.waits.times);
     tkv_destroy(s.kv);
     tkv_destroy(s.exact);
     if (w.spill) spill_file_close(&file);

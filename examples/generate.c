@@ -6,10 +6,11 @@
  *
  * The program prints the text as it is generated. Then it reports:
  *   - the tier of each token, and the bytes of each tier
- *   - the speed
+ *   - the speed, and the latency: the time to the first token, and percentiles of the time between tokens
  *   - the KL divergence of the next token's distribution from that of an exact cache with the same tokens
  *   - with --recall: whether the model still finds numbers that the prompt states
- * `./generate --help` lists the options. The sampler follows run.c of llama2.c.
+ * --thresholds keeps the plans of runs and their scores in a file (thresholds.h). `./generate --help` lists the
+ * options. The sampler follows run.c of llama2.c.
  *
  * program.h has the code that it shares with budget. In this order: options, running, recall, comparing, tables,
  * main.
@@ -18,6 +19,7 @@
 
 #define PROGRAM "generate"
 #include "program.h"
+#include "thresholds.h"
 
 static const char usage[] =
     "generate MODEL [options]\n" PROGRAM_HELP "  -n N               tokens to generate (256)\n"
@@ -25,12 +27,16 @@ static const char usage[] =
     "  --no-compare       compares no positions\n"
     "  --recall TEXT      asks for the last word of each line of the prompt that begins with\n"
     "                     TEXT, after the text is generated\n"
+    "  --thresholds FILE  begins with the plan that FILE has for this model, if the options give\n"
+    "                     none, and writes the plan of this run with its score: of the meter\n"
+    "                     (--meter), else the rise of perplexity of at least 64 tokens (--compare)\n"
+    "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "\n"
     "Tiers from the oldest token to the newest: [sinks][archive ...][warm][hot]. Each line is\n"
     "an option, such as --archive FORMAT:\n" PLAN_HELP;
 
 typedef struct settings { /* options of this program only */
-    const char *recall;
+    const char *recall, *metrics, *thresholds;
     int compare;
 } settings;
 
@@ -71,7 +77,9 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     if (strcmp(name, "--recall") == 0) {
         w->recall = value;
         ok = *value != 0;
-    } else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
+    } else if (strcmp(name, "--metrics") == 0) w->metrics = value;
+    else if (strcmp(name, "--thresholds") == 0) w->thresholds = value;
+    else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
 }
@@ -337,6 +345,20 @@ static void print_summary(const session *s, const comparison *c, double ratio) {
     printf("\n");
 }
 
+/* Writes the plan of this run with its score to the store, and frees the store. */
+static void keep_plan(plan_store *store, const session *s, const comparison *c) {
+    float score;
+    const int has_meter = s->cfg.meter.heads > 0, known = c->known >= 64;
+    if (!has_meter && !known)
+        printf("  thresholds  %s stays: a score takes --meter, or a prompt of 64 compared tokens\n",
+               store->path);
+    else if (!score_run(s->kv, has_meter, known ? exp(c->loss[EXACT] / c->known) : 0,
+                        known ? exp(c->loss[TIERED] / c->known) : 0, &score))
+        printf("  thresholds  %s stays: the run gave no score; a longer text may\n", store->path);
+    else store_save(store, &s->cfg, s->kv, score);
+    free(store->entries.entry);
+}
+
 int main(int argc, char **argv) {
     options o;
     settings w;
@@ -351,6 +373,10 @@ int main(int argc, char **argv) {
     if (!o.model) help(usage, 1);
     uint64_t rng = rng_seed(&o);
     load(&o, &s.model, &s.cfg);
+    plan_store store;
+    if (w.thresholds && s.cfg.layers) fail("--thresholds keeps no plan of single layers (--layers)");
+    if (w.thresholds) store_open(&store, w.thresholds, o.model, context_of(&o, &s.model));
+    if (w.thresholds) store_apply(&store, &s.cfg);
     s.kv = create(&s.cfg);
     load_tables(&o, s.kv);
     int context = context_of(&o, &s.model);
@@ -364,6 +390,8 @@ int main(int argc, char **argv) {
     s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     choice *space = (choice *)allocate((size_t)s.model.vocab, sizeof *space);
 
+    double *times = (double *)allocate((size_t)o.n, sizeof *times);
+    latency waits = latency_begin(times, o.n);
     const double prompt_start = seconds();
     int n_logits = 1;
     /* Reads the prompt in chunks that end where a block leaves the hot tail (llama_chunk). */
@@ -396,6 +424,7 @@ int main(int argc, char **argv) {
         const char *piece = llama_piece(&s.model, s.tokens[s.n_tokens - 1], token, &len);
         fwrite(piece, 1, (size_t)len, stdout);
         fflush(stdout);
+        latency_token(&waits);
         s.tokens[s.n_tokens++] = token;
         n_text++;
     }
@@ -403,6 +432,7 @@ int main(int argc, char **argv) {
     const double attending = s.attending, appending = s.appending; /* the questions below would add to them */
     if (s.n_tokens >= context) printf(" [the context of %d tokens is full]", context);
 
+    if (w.metrics) write_metrics(w.metrics, s.kv, &waits);
     printf("\n\n");
     double ratio = print_memory(&s);
     if (w.recall) find_secrets(&s, w.recall);
@@ -418,6 +448,8 @@ int main(int argc, char **argv) {
         printf("  each token  %.1f ms: attention %.2f, appending %.2f, matrix products and the rest %.1f\n",
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
                1e3 * (text_time - attending - appending) / n_text);
+    latency_print(&waits, stdout);
+    if (w.thresholds) keep_plan(&store, &s, &c);
     tkv_destroy(s.kv);
     plan_free(&s.cfg);
     llama_free(&s.model);
@@ -425,5 +457,6 @@ int main(int argc, char **argv) {
     free(s.logits);
     free(s.kept);
     free(space);
+    free(times);
     return 0;
 }

@@ -1,18 +1,20 @@
 /*
  * program.h - code that generate, budget and recompute share. It parses the options that load a model, plan its cache
- * and sample tokens, and it reads the prompt.
+ * and sample tokens, and it reads the prompt. It writes files so that no reader sees half of one.
  *
  *     #define PROGRAM "budget"     the name in messages; define it and include tieredkv.h before this file
  *
  * On an error the functions print one sentence on stderr and end the program. In this order: messages, options,
- * running, sampling, prompt.
+ * running, sampling, prompt, files.
  */
 #ifndef PROGRAM_H
 #define PROGRAM_H
 
+#include "latency.h"
 #include "llama.h"
 #include "plan.h"
 
+#include <errno.h>
 #include <float.h>
 #include <time.h>
 
@@ -310,6 +312,44 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
     free(text);
     free(file);
     return n;
+}
+
+/* >>files */
+typedef struct new_file { /* a file that replaces another one when it is whole */
+    FILE *out;
+    const char *path;
+    char beside[1024]; /* its name until then */
+} new_file;
+
+static inline new_file begin_file(const char *path) {
+    new_file f;
+    const int n = snprintf(f.beside, sizeof f.beside, "%s.new", path);
+    f.path = path;
+    f.out = n < (int)sizeof f.beside ? fopen(f.beside, "wb") : NULL;
+    if (!f.out) fail("cannot write %s.new: %s", path, strerror(errno));
+    return f;
+}
+
+static inline void end_file(new_file *f) {
+    const int bad = ferror(f->out);
+    if (fclose(f->out) != 0 || bad) fail("cannot write %s: %s", f->beside, strerror(errno));
+#ifdef _WIN32
+    remove(f->path); /* there rename does not replace a file */
+#endif
+    if (rename(f->beside, f->path) != 0) fail("cannot write %s: %s", f->path, strerror(errno));
+}
+
+/* Writes the report of a cache and the histograms of `l` as Prometheus text. */
+static inline void write_metrics(const char *path, const tkv_cache *kv, const latency *l) {
+    size_t size = 0;
+    if (tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, NULL, 0, &size) != TKV_OK) fail("no report");
+    char *text = (char *)allocate(size, 1);
+    if (tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, text, size, NULL) != TKV_OK) fail("no report");
+    new_file f = begin_file(path);
+    fputs(text, f.out);
+    latency_write_histograms(l, f.out);
+    end_file(&f);
+    free(text);
 }
 
 #endif /* PROGRAM_H */

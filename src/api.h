@@ -1857,6 +1857,20 @@ TKV_API tkv_status tkv_put_threshold(tkv_thresholds *t, const tkv_threshold *e);
 #define TKV_THRESHOLD_CANDIDATES 10
 TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
                                        tkv_threshold *out, int most, int *found);
+/* Applies an entry to a config: its hot_tokens, warm_tokens and archive. An entry of TKV_ALL_LAYERS sets cfg->tiers,
+ * and settings of layers stay. An entry of one layer sets layers[e->layer].
+ *   cfg      the whole config, with cfg->model; it must be valid with the entry
+ *   layers   NULL, or the array of cfg->layers, which an entry of one layer needs. If cfg has none: an array of zeros
+ *            with model.n_layers entries, which becomes cfg->layers.
+ *   reason   (may be NULL) receives one sentence, as from tkv_validate_config
+ * Errors, cfg and layers unchanged:
+ *   TKV_ERR_ARG           a pointer is missing, a field of the entry is out of range, or layers is another array
+ *   TKV_ERR_RANGE         cfg has no such layer
+ *   TKV_ERR_CONFIG        the config would be invalid
+ *   TKV_ERR_UNSUPPORTED   the entry needs what a TKV_NO_ switch leaves out
+ * Cost: that of tkv_validate_config. */
+TKV_API tkv_status tkv_apply_threshold(tkv_config *cfg, tkv_layer_config *layers, const tkv_threshold *e,
+                                       char *reason, size_t size);
 /* Copies a model's entries to a similar model, such as a fine-tuned copy. Existing entries of `to` stay. The caller
  * must know that both models are similar, because equal shapes do not prove it. Other functions match exact names
  * only.

@@ -805,8 +805,9 @@
  *   was back after 86 scores at most (build/tests/test_feedback converges).
  *
  *   Thresholds. A threshold store keeps plans that were good, by model, layer and context length. It is an array of
- *   yours. tkv_put_threshold adds a plan, and tkv_find_thresholds finds the nearest for the next cache.
- *   tkv_print_thresholds and tkv_parse_thresholds make it a text with a checksum.
+ *   yours. tkv_put_threshold adds a plan, tkv_find_thresholds finds the nearest for the next cache, and
+ *   tkv_apply_threshold sets it in a config. tkv_print_thresholds and tkv_parse_thresholds make it a text with a
+ *   checksum. examples/thresholds.h keeps a store in a file (generate --thresholds FILE).
  *
  *
  * 11. BYTES
@@ -970,6 +971,10 @@
  *   The library writes to your buffer. The file, the socket and the HTTP header are yours. Reports take a const
  *   cache, so they may run beside attention. All texts follow one convention: (buf, size, needed), final zero
  *   included. buf NULL only counts.
+ *
+ *   The library measures no time. examples/latency.h has the time to the first token and between tokens, as
+ *   percentiles and as histograms for Prometheus. generate and budget print them, and --metrics FILE writes a report
+ *   with them.
  *
  *
  * 15. THE CUDA COMPANION

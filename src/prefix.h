@@ -22,6 +22,7 @@
 #define tkv_append_params TKV_NAME_(tkv_append_params)
 #define tkv_append_part TKV_NAME_(tkv_append_part)
 #define tkv_apply_preset TKV_NAME_(tkv_apply_preset)
+#define tkv_apply_threshold TKV_NAME_(tkv_apply_threshold)
 #define tkv_attend TKV_NAME_(tkv_attend)
 #define tkv_attend_ex TKV_NAME_(tkv_attend_ex)
 #define tkv_attend_params TKV_NAME_(tkv_attend_params)

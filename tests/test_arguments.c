@@ -839,6 +839,27 @@ static int find_entry(rig *r, int entry_layer, int layer, int context, int capac
     return st;
 }
 
+/* Applies an entry of one layer, or of all with at = that of `layer`. An error leaves the config and its layers. */
+static int apply_entry(size_t at, int x) {
+    tkv_threshold e = make_entry();
+    tkv_layer_config layers[4], layers_before[4];
+    tkv_config cfg = tkv_default_config(), before;
+    int st;
+    memset(layers, 0, sizeof layers);
+    cfg.model.n_layers = 4;
+    cfg.model.n_heads = HEADS;
+    cfg.model.head_dim = DIM;
+    before = cfg;
+    memcpy(layers_before, layers, sizeof layers);
+    e.layer = 2;
+    set_int(&e, at, x);
+    st = tkv_apply_threshold(&cfg, layers, &e, NULL, 0);
+    if (st) CHECK_MEM(&cfg, &before, sizeof cfg);
+    if (st) CHECK_MEM(layers, layers_before, sizeof layers);
+    else CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_OK);
+    return st;
+}
+
 static void try_thresholds(rig *r) {
     const int capacities[] = {1, 4};
     int i;
@@ -875,6 +896,21 @@ static void try_thresholds(rig *r) {
          put_entry(OF(tkv_threshold, archive.k), x));
     EACH("tkv_put_threshold", "archive.v", PLAIN, TKV_FORMAT_COUNT, "AAAAAA",
          put_entry(OF(tkv_threshold, archive.v), x));
+    EACH("tkv_apply_threshold", "layer", PLAIN, 3, "AAAORA", apply_entry(OF(tkv_threshold, layer), x));
+    EACH("tkv_apply_threshold", "layer", PLAIN, 4095, "...RAA", apply_entry(OF(tkv_threshold, layer), x));
+    EACH("tkv_apply_threshold", "layer", PLAIN, TKV_ALL_LAYERS, "...O",
+         apply_entry(OF(tkv_threshold, layer), x));
+    EACH("tkv_apply_threshold", "context", PLAIN, (1 << 30) - 1, "AAAOAA",
+         apply_entry(OF(tkv_threshold, context), x));
+    EACH("tkv_apply_threshold", "hot_tokens", PLAIN, (1 << 30) - 1, "AOOOAA",
+         apply_entry(OF(tkv_threshold, hot_tokens), x));
+    EACH("tkv_apply_threshold", "warm_tokens", PLAIN, (1 << 30) - 1, "AOOOAA",
+         apply_entry(OF(tkv_threshold, warm_tokens), x));
+    EACH("tkv_apply_threshold", "samples", PLAIN, 1, "AAAOOO", apply_entry(OF(tkv_threshold, samples), x));
+    EACH("tkv_apply_threshold", "archive.k", PLAIN, TKV_FORMAT_COUNT, "AAAAAA",
+         apply_entry(OF(tkv_threshold, archive.k), x));
+    EACH("tkv_apply_threshold", "archive.v", PLAIN, TKV_FORMAT_COUNT, "AAAAAA",
+         apply_entry(OF(tkv_threshold, archive.v), x));
     EACH("tkv_put_threshold", "n", PLAIN, 5, "AAAAAA",
          call_with_thresholds(r, PUT, OF(tkv_thresholds, n), x));
     EACH("tkv_put_threshold", "capacity", PLAIN, 2, "AAAC..",

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""What `make run` shows: generate.c finds and asks for what a prompt hides, the prompt of the demo is as the demo
-model learnt it, and tools/terminal_svg.py draws what was printed."""
+"""What `make run` and `make budget` show: generate.c finds and asks for what a prompt hides, both measure latency, the
+prompt of the demo is as the demo model learnt it, and tools/terminal_svg.py draws what was printed."""
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,183 @@ class Tables(unittest.TestCase):
         self.assertIn(b"no format that learns", run.stderr)
 
 
+class Latency(unittest.TestCase):
+    """generate and budget measure latency, and write it beside the cache's figures as Prometheus text."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.path.exists(DEMO):
+            raise unittest.SkipTest("no " + DEMO)
+        cls.place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.place.cleanup)
+        for name in ("generate", "budget"):
+            compile_example(name, cls.place.name)
+
+    LINE = (r"^  latency     first token after ([\d.]+) ms; between tokens P50 ([\d.]+), P95 ([\d.]+), "
+            r"P99 ([\d.]+) ms \((\d+) times\)$")
+
+    def said(self, *args, status=0):
+        run = subprocess.run(["./" + args[0]] + list(args[1:]), cwd=self.place.name, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
+        self.assertEqual(run.returncode, status, run.stderr)
+        return run.stdout.decode(), run.stderr.decode()
+
+    def figures(self, text):
+        return [float(x) for x in re.search(self.LINE, text, re.M).groups()]
+
+    def metrics(self):
+        """Buckets {bound: count}, sum and count of each histogram, read without a parser."""
+        with open(os.path.join(self.place.name, "m.prom"), encoding="utf-8") as f:
+            text = f.read()
+        found = {}
+        for name in ("model_time_to_first_token_seconds", "model_time_between_tokens_seconds"):
+            buckets = re.findall(r'^%s_bucket\{le="([^"]+)"\} (\d+)$' % name, text, re.M)
+            total, = re.findall(r"^%s_sum (\S+)$" % name, text, re.M)
+            count, = re.findall(r"^%s_count (\d+)$" % name, text, re.M)
+            found[name] = {float(bound): int(n) for bound, n in buckets}, float(total), int(count)
+        return text, found["model_time_to_first_token_seconds"], found["model_time_between_tokens_seconds"]
+
+    def check_histogram(self, buckets, total, count):
+        bounds = list(buckets)
+        self.assertEqual(bounds, sorted(bounds))
+        self.assertEqual(bounds[-1], float("inf"))
+        counts = list(buckets.values())
+        self.assertEqual(counts, sorted(counts))
+        self.assertEqual(counts[-1], count)
+        least = sum((n - before) * low for n, before, low in zip(counts, [0] + counts, [0] + bounds))
+        self.assertGreaterEqual(total * (1 + 1e-6), least)
+
+    def test_printed_and_written(self):
+        ask = "-p", "Once upon a time", "--raw", "--metrics", "m.prom", "-n"
+        for run in (("generate", DEMO, *ask, "40", "--no-compare"),
+                    ("budget", DEMO, *ask, "39", "--budget", "none", "--compare")):  # it samples one token more
+            text, _ = self.said(*run)
+            first, p50, p95, p99, n = self.figures(text)
+            self.assertEqual(n, 39)
+            self.assertTrue(0 < p50 <= p95 <= p99, (p50, p95, p99))
+            report, once, between = self.metrics()
+            self.assertIn("\ntkv_info{", report)
+            self.assertEqual((once[2], between[2]), (1, 39))
+            self.check_histogram(*once)
+            self.check_histogram(*between)
+            self.assertAlmostEqual(1e3 * once[1], first, delta=0.051)
+            self.assertTrue(p50 <= 1e3 * between[1] <= 39 * p99 + 0.01 * 39, between)  # rounded to .01 ms
+            self.assertEqual(os.path.exists(os.path.join(self.place.name, "m.prom.new")), False)
+
+    def test_prometheus_reads_it(self):
+        try:
+            from prometheus_client.parser import text_string_to_metric_families
+        except ImportError:
+            self.skipTest("prometheus_client is not here")
+        self.said("budget", DEMO, "-p", "Once upon a time", "-n", "19", "--budget", "none", "--metrics",
+                  "m.prom")
+        text, _, between = self.metrics()
+        families = {f.name: f for f in text_string_to_metric_families(text)}
+        self.assertIn("tkv_memory_held_bytes", families)
+        for name in ("model_time_to_first_token_seconds", "model_time_between_tokens_seconds"):
+            family = families[name]
+            self.assertEqual(family.type, "histogram")
+            self.assertTrue(family.documentation)
+            self.assertEqual({s.name[len(name):] for s in family.samples}, {"_bucket", "_sum", "_count"})
+        parsed = {float(s.labels["le"]): s.value for s in families["model_time_between_tokens_seconds"].samples
+                  if "le" in s.labels}
+        self.assertEqual(parsed, between[0])
+        self.assertEqual(between[2], 19)
+
+    def test_a_file_that_cannot_be_written(self):
+        _, said = self.said("generate", DEMO, "-p", "Once", "-n", "2", "--raw", "--metrics", "none/m.prom", status=1)
+        self.assertIn("cannot write none/m.prom.new", said)
+
+
+class Thresholds(unittest.TestCase):
+    """generate keeps the plans of runs and their scores in a file, and begins with the plan that the file has."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not os.path.exists(DEMO):
+            raise unittest.SkipTest("no " + DEMO)
+        cls.place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.place.cleanup)
+        compile_example("generate", cls.place.name)
+
+    def generate(self, *args, model=DEMO, status=0, tokens="600", file="t.txt"):
+        run = subprocess.run(["./generate", model, "-f", PROMPT, "-n", "2", "--raw", "-c", tokens, "--thresholds",
+                              file] + list(args), cwd=self.place.name, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE)
+        self.assertEqual(run.returncode, status, run.stderr)
+        return run.stdout.decode("utf-8", "replace"), run.stderr.decode()
+
+    def entries(self, file="t.txt"):
+        with open(os.path.join(self.place.name, file), encoding="utf-8") as f:
+            lines = f.read().split("\n")
+        self.assertEqual(lines[0], "tieredkv-thresholds 1")
+        self.assertRegex(lines[-2], "^sum [0-9a-f]{16}$")
+        return [line.split(" ", 8) for line in lines[1:-2]]
+
+    def test_kept_applied_and_replaced(self):
+        plan = "--hot", "64", "--warm", "none", "--archive", "a15/r10"
+        text, said = self.generate(*plan)
+        self.assertNotIn("the plan of", said)
+        entry, = self.entries()
+        self.assertEqual(entry[:7], ["all", "600", "64", "none", "1", "a15", "r10"])
+        self.assertEqual(entry[8], "demo.gguf")
+        exact, own = [float(x) for x in re.search(
+            r"perplexity of the prompt ([\d.]+), ([\d.]+) with", text).groups()][::-1]
+        score = min(1, 1 - (own - exact) / exact)
+        self.assertAlmostEqual(float(entry[7]), score, delta=1e-3)  # of perplexities with three digits
+        self.assertLess(score, 1)
+        text, said = self.generate()
+        self.assertIn("the plan of t.txt for 600 tokens: archive a15 / r10, score ", said)
+        self.assertRegex(text, r"\n\. archive +\d+ +a15 / r10 ")
+        again, = self.entries()
+        self.assertEqual(again[4], "2")
+        self.assertEqual(again[:4] + again[5:7], entry[:4] + entry[5:7])
+        self.assertAlmostEqual(float(again[7]), float(entry[7]), delta=2e-6)
+        self.generate("--archive", "kivi4")  # another plan of this context takes its place
+        entry, = self.entries()
+        self.assertEqual(entry[2:7], ["0", "0", "1", "kivi4", "kivi4"])
+        text, said = self.generate(tokens="550")  # the nearest context
+        self.assertIn("for 600 tokens: archive kivi4", said)
+        self.assertEqual([e[1] for e in self.entries()], ["550", "600"])
+        other = os.path.join(self.place.name, "other.gguf")
+        shutil.copy(DEMO, other)
+        text, said = self.generate(model="./other.gguf")  # of another model: not applied
+        self.assertNotIn("the plan of", said)
+        self.assertEqual([(e[1], e[5], e[8]) for e in self.entries()],
+                         [("550", "kivi4", "demo.gguf"), ("600", "kivi4", "demo.gguf"),
+                          ("600", "a30", "other.gguf")])
+        self.assertFalse(os.path.exists(os.path.join(self.place.name, "t.txt.new")))
+
+    def test_the_level_that_the_meter_found(self):
+        text, _ = self.generate("--meter", "8", "--meter_every", "1", "--adapt", "1", "--target", "9999",
+                                "--no-compare", "--archive", "kivi2", "--warm", "none", file="m.txt", tokens="1400")
+        entry, = self.entries("m.txt")
+        self.assertIn("m.txt: this plan has a score of %.4f" % float(entry[7]), text)
+        self.assertEqual(entry[:7], ["all", "1400", "0", "none", "1", "a40", "r40"])  # it began with kivi2
+        self.assertRegex(text, r"\n\. archive +[\d,]+ +a40 / r40 ")
+
+    def test_no_score_or_a_bad_file(self):
+        path = os.path.join(self.place.name, "s.txt")
+        text, _ = self.generate("--no-compare", file="s.txt")
+        self.assertIn("thresholds  s.txt stays", text)
+        self.assertFalse(os.path.exists(path))
+        self.generate(file="s.txt")
+        with open(path, "rb") as f:
+            good = f.read()
+        damaged = good.replace(b"a30", b"a25")
+        self.assertNotEqual(damaged, good)
+        with open(path, "wb") as f:
+            f.write(damaged)
+        _, said = self.generate(file="s.txt", status=1)
+        self.assertIn("generate: s.txt: line 3: the checksum is missing or wrong", said)
+        with open(path, "rb") as f:
+            self.assertEqual(f.read(), damaged)
+        _, said = self.generate(file=".", status=1)
+        self.assertIn("cannot read .", said)
+        _, said = self.generate("--layers", "0:kivi4", file="s.txt", status=1)
+        self.assertIn("keeps no plan of single layers", said)
+
+
 class Prompt(unittest.TestCase):
     def test_numbers_stand_as_the_model_learnt_them(self):
         with open(PROMPT, encoding="utf-8") as f:
@@ -175,6 +353,8 @@ if __name__ == "__main__":
     os.chdir(ROOT)
     result = unittest.main(exit=False, verbosity=1).result
     bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
+    for test, why in result.skipped:
+        print("skipped %s: %s" % (test.id(), why))
     sys.stdout.flush()
     sys.stderr.flush()
     print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))

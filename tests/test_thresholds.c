@@ -276,6 +276,129 @@ TEST(candidates) {
 }
 
 /* >>another model */
+/* >>applying */
+static tkv_config small_config(void) {
+    tkv_config cfg = tkv_default_config();
+    cfg.model.n_layers = 3;
+    cfg.model.n_heads = 2;
+    cfg.model.head_dim = 32;
+    return cfg;
+}
+
+TEST(applies_to_all_layers) {
+    tkv_config cfg = small_config(), want;
+    tkv_layer_config layers[3];
+    tkv_threshold e = make_entry("a", TKV_ALL_LAYERS, 512, .9);
+    char reason[200] = "old";
+    memset(layers, 0, sizeof layers);
+    layers[1].hot_tokens = 128;
+    cfg.layers = layers;
+    cfg.tiers.sink_tokens = 8;
+    want = cfg;
+    e.hot_tokens = 96;
+    e.warm_tokens = TKV_OFF;
+    e.archive = pair_of(TKV_A25, TKV_R20);
+    want.tiers.hot_tokens = 96;
+    want.tiers.warm_tokens = TKV_OFF;
+    want.tiers.archive = e.archive;
+    CHECK_EQ(tkv_apply_threshold(&cfg, NULL, &e, reason, sizeof reason), TKV_OK);
+    CHECK_MEM(&cfg, &want, sizeof cfg);
+    CHECK_STR(reason, "");
+    CHECK_EQ(layers[1].hot_tokens, 128); /* settings of layers stay */
+    e.hot_tokens = e.warm_tokens = 0;    /* back to the defaults */
+    e.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
+    want.tiers.hot_tokens = want.tiers.warm_tokens = 0;
+    want.tiers.archive = e.archive;
+    CHECK_EQ(tkv_apply_threshold(&cfg, layers, &e, NULL, 0), TKV_OK);
+    CHECK_MEM(&cfg, &want, sizeof cfg);
+}
+
+TEST(applies_to_one_layer) {
+    tkv_config cfg = small_config();
+    tkv_layer_config layers[3], want[3];
+    tkv_threshold e = make_entry("a", 2, 512, .9);
+    const tkv_format_pair pair = pair_of(TKV_KIVI4, TKV_KIVI2);
+    tkv_layer_info info;
+    tkv_cache *kv = NULL;
+    e.archive = pair;
+    e.hot_tokens = TKV_UNLIMITED;
+    memset(layers, 0, sizeof layers);
+    layers[2].window = 300;
+    memcpy(want, layers, sizeof want);
+    want[2].hot_tokens = TKV_UNLIMITED;
+    want[2].warm_tokens = 448;
+    want[2].archive = pair;
+    CHECK_EQ(tkv_apply_threshold(&cfg, layers, &e, NULL, 0), TKV_OK);
+    CHECK(cfg.layers == layers);
+    CHECK_MEM(layers, want, sizeof want);
+    e.layer = 0;
+    e.hot_tokens = 64;
+    CHECK_EQ(tkv_apply_threshold(&cfg, layers, &e, NULL, 0), TKV_OK); /* beside the first one */
+    want[0].hot_tokens = 64;
+    want[0].warm_tokens = 448;
+    want[0].archive = pair;
+    CHECK_MEM(layers, want, sizeof want);
+    REQUIRE(tkv_create(&cfg, &kv) == TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(info.format[TKV_TIER_ARCHIVE].k, TKV_KIVI4);
+    CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+    CHECK_EQ(info.format[TKV_TIER_ARCHIVE].k, TKV_A30);
+    tkv_destroy(kv);
+}
+
+/* Applies an entry and expects an error with this text, and that nothing changes. */
+static void refuse_entry(tkv_config *cfg, tkv_layer_config *layers, const tkv_threshold *e, tkv_status st,
+                         const char *why) {
+    const tkv_config before = *cfg;
+    tkv_layer_config layers_before[3];
+    char reason[200] = "";
+    if (layers) memcpy(layers_before, layers, sizeof layers_before);
+    CHECK_EQ(tkv_apply_threshold(cfg, layers, e, reason, sizeof reason), st);
+    CHECK_MSG(strstr(reason, why) != NULL, "%s", reason);
+    CHECK_MEM(cfg, &before, sizeof before);
+    if (layers) CHECK_MEM(layers, layers_before, sizeof layers_before);
+    CHECK_EQ(tkv_apply_threshold(cfg, layers, e, NULL, 0), st);
+}
+
+TEST(applies_nothing_that_is_wrong) {
+    tkv_config cfg = small_config(), empty = tkv_default_config();
+    tkv_layer_config layers[3], other[3];
+    tkv_threshold e = make_entry("a", TKV_ALL_LAYERS, 512, .9);
+    memset(layers, 0, sizeof layers);
+    memset(other, 0, sizeof other);
+    refuse_entry(&empty, NULL, &e, TKV_ERR_CONFIG, "model.n_layers is 0");
+    refuse_entry(&cfg, NULL, NULL, TKV_ERR_ARG, "the entry is missing");
+    CHECK_EQ(tkv_apply_threshold(NULL, NULL, &e, NULL, 0), TKV_ERR_ARG);
+    e.score = tkv_test_float(NONFINITE[0]);
+    refuse_entry(&cfg, layers, &e, TKV_ERR_ARG, "score of the entry must be");
+    e.score = .9f;
+    e.archive.v = TKV_A30; /* a format of keys */
+    refuse_entry(&cfg, layers, &e, TKV_ERR_ARG, "archive.v of the entry must be");
+    e.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT3); /* a valid entry, for models with RoPE */
+    refuse_entry(&cfg, layers, &e, TKV_ERR_CONFIG, "model.rope.dim");
+    e.layer = 1;
+    refuse_entry(&cfg, layers, &e, TKV_ERR_CONFIG, "rope.dim");
+    e.archive = pair_of(TKV_A30, TKV_R30);
+    refuse_entry(&cfg, NULL, &e, TKV_ERR_ARG, "layers must be an array");
+    cfg.layers = layers;
+    refuse_entry(&cfg, other, &e, TKV_ERR_ARG, "layers must be the array of cfg->layers");
+    e.layer = 3;
+    refuse_entry(&cfg, layers, &e, TKV_ERR_RANGE, "layer 3; it must be below model.n_layers, 3");
+}
+
+TEST(applies_what_was_found) {
+    tkv_threshold memory[4], found;
+    tkv_thresholds t = {memory, 0, 4};
+    tkv_config cfg = small_config();
+    put_entry(&t, "a", TKV_ALL_LAYERS, 512, .9);
+    put_entry(&t, "a", TKV_ALL_LAYERS, 4096, .9);
+    memory[1].hot_tokens = 192;
+    CHECK_EQ(tkv_find_thresholds(&t, "a", TKV_ALL_LAYERS, 3000, &found, 1, NULL), TKV_OK);
+    CHECK_EQ(tkv_apply_threshold(&cfg, NULL, &found, NULL, 0), TKV_OK);
+    CHECK_EQ(cfg.tiers.hot_tokens, 192);
+    CHECK_EQ(cfg.tiers.archive.v, TKV_R30);
+}
+
 TEST(copies_to_another_model) {
     tkv_threshold memory[8], before[8], e;
     tkv_thresholds t = {memory, 0, 8};
@@ -636,6 +759,10 @@ int main(int argc, char **argv) {
     RUN(finds_the_nearest);
     RUN(ties_of_distance);
     RUN(candidates);
+    RUN(applies_to_all_layers);
+    RUN(applies_to_one_layer);
+    RUN(applies_nothing_that_is_wrong);
+    RUN(applies_what_was_found);
     RUN(copies_to_another_model);
     RUN(text_by_hand);
     RUN(print_and_parse_again);

@@ -182,6 +182,64 @@ TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *mode
     return n ? TKV_OK : TKV_ERR_RANGE;
 }
 
+/* >>applying */
+/* Checks the arguments for an entry, before the config that it makes. */
+static tkv_status tkvi_threshold_fault(const tkv_config *cfg, const tkv_layer_config *layers,
+                                       const tkv_threshold *e, char *reason, size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    const char *wrong;
+    if (!cfg || !e) return tkvi_give_reason(TKV_ERR_ARG, "the config or the entry is missing", reason, size);
+    wrong = tkvi_threshold_wrong(e);
+    if (wrong) {
+        tkvi_append_text(&t, wrong);
+        tkvi_append_text(&t, " of the entry must be in the range that tkv_threshold gives");
+        return TKV_ERR_ARG;
+    }
+    if (e->layer == TKV_ALL_LAYERS) return TKV_OK;
+    if (e->layer >= cfg->model.n_layers) {
+        tkvi_append_text(&t, "the entry is of layer ");
+        tkvi_append_int(&t, e->layer);
+        tkvi_append_text(&t, "; it must be below model.n_layers, ");
+        tkvi_append_int(&t, cfg->model.n_layers);
+        return TKV_ERR_RANGE;
+    }
+    if (!layers)
+        return tkvi_give_reason(TKV_ERR_ARG, "the entry is of one layer: layers must be an array", reason,
+                                size);
+    if (cfg->layers && cfg->layers != layers)
+        return tkvi_give_reason(TKV_ERR_ARG, "layers must be the array of cfg->layers", reason, size);
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_apply_threshold(tkv_config *cfg, tkv_layer_config *layers, const tkv_threshold *e,
+                                       char *reason, size_t size) {
+    tkv_config next;
+    tkv_layer_config before;
+    tkv_status st;
+    if (!TKVI_HAS_METER)
+        return tkvi_give_reason(TKV_ERR_UNSUPPORTED, "TKV_NO_METER leaves this out", reason, size);
+    st = tkvi_threshold_fault(cfg, layers, e, reason, size);
+    if (st) return st;
+    next = *cfg;
+    if (e->layer == TKV_ALL_LAYERS) {
+        next.tiers.hot_tokens = e->hot_tokens;
+        next.tiers.warm_tokens = e->warm_tokens;
+        next.tiers.archive = e->archive;
+        st = tkv_validate_config(&next, reason, size);
+    } else {
+        before = layers[e->layer];
+        layers[e->layer].hot_tokens = e->hot_tokens;
+        layers[e->layer].warm_tokens = e->warm_tokens;
+        layers[e->layer].archive = e->archive;
+        next.layers = layers;
+        st = tkv_validate_config(&next, reason, size);
+        if (st) layers[e->layer] = before;
+    }
+    if (!st) *cfg = next;
+    return st;
+}
+
+/* >>transfer */
 TKV_API tkv_status tkv_copy_thresholds(tkv_thresholds *t, const char *from, const char *to, float discount) {
     char model[2][TKV_MODEL_NAME]; /* copies: from and to may point into the array */
     tkv_threshold e;

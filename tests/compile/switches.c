@@ -503,6 +503,9 @@ static void metering(void) {
     CHECK(!no_meter || strstr(tkv_get_last_error(kv), no_meter));
     CHECK(tkv_put_threshold(&t, &plan) == want);
     CHECK(tkv_find_thresholds(&t, "m", 0, 100, &plan, 1, NULL) == want);
+    plan.layer = TKV_ALL_LAYERS;
+    CHECK(tkv_apply_threshold(&cfg, NULL, &plan, reason, sizeof reason) == want);
+    CHECK(!no_meter || strstr(reason, no_meter));
     CHECK(tkv_print_thresholds(&t, text, sizeof text, &needed) == want);
     CHECK(tkv_parse_thresholds(&t, text, no_meter ? 0 : strlen(text), reason, sizeof reason) == want);
     CHECK(!no_meter || strstr(reason, no_meter));
