@@ -1135,6 +1135,7 @@
 #define tkv_quality_info TKV_NAME_(tkv_quality_info)
 #define tkv_ranked TKV_NAME_(tkv_ranked)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_read_tokens TKV_NAME_(tkv_read_tokens)
 #define tkv_recompute_config TKV_NAME_(tkv_recompute_config)
 #define tkv_refresh_calibration TKV_NAME_(tkv_refresh_calibration)
 #define tkv_remat TKV_NAME_(tkv_remat)
@@ -2063,6 +2064,12 @@ TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, in
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
+/* Reads tokens by a list of their indices, in any order; an index may stand there twice. Rows of k and v follow the
+ * list. Errors, cost and the rest: tkv_read; a negative index is TKV_ERR_ARG. Indices that rise by one are read in one
+ * piece, so a sorted list is the fastest.
+ *   indices   [n]; may be NULL if n is 0 */
+TKV_API tkv_status tkv_read_tokens(tkv_cache *kv, int seq, int layer, const int *indices, int n, float *k,
+                                   float *v);
 /* Returns the length in tokens of one layer of a sequence, or with TKV_ALL_LAYERS that of the shortest layer. Lengths
  * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);
@@ -37070,22 +37077,11 @@ TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
 }
 
 /* >>reading */
-TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
-    const tkv_config *cfg;
-    const tkvi_geometry *g;
-    const tkvi_simd_ops *simd_ops;
-    const tkvi_list *list;
-    const uint32_t *ids;
-    tkvi_fetch_buffer buffer;
-    int i, h, from, to, slot;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
-    cfg = &kv->tables.cfg;
-    simd_ops = kv->kernels->simd_ops;
-    g = tkvi_geometry_of(kv, layer);
-    list = tkvi_list_of(kv, seq, layer);
-    ids = tkvi_ids(kv, seq, layer);
-    tkvi_empty_buffer(&buffer, seq, layer);
+/* Checks that tokens start to start + n - 1 of a layer with a cache can be read. */
+static tkv_status tkvi_check_readable(tkv_cache *kv, int seq, int layer, int start, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, slot;
     if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
     if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
@@ -37093,6 +37089,17 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
         if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
     }
+    return TKV_OK;
+}
+
+/* Reads tokens that tkvi_check_readable has seen. k, v: of the first token; NULL: not read. */
+static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v,
+                                tkvi_fetch_buffer *buffer) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_simd_ops *simd_ops = kv->kernels->simd_ops;
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i, h, from, to, slot;
     for (from = start; from < start + n; from = to) {
         const size_t row = (size_t)(from - start) * (size_t)g->n_kv_heads;
         const tkvi_layout *layout;
@@ -37102,24 +37109,65 @@ TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n,
         turned = TKVI_HAS_MOVES ? kv->pool.entry[ids[i]].turned : 0;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
-        if (TKVI_HAS_EVICT && cfg->tiers.n_anchors) to = from + 1;  /* an anchor is in another block */
+        if (TKVI_HAS_EVICT && kv->tables.cfg.tiers.n_anchors)
+            to = from + 1; /* an anchor is in another block */
         for (h = 0; h < g->n_kv_heads; h++) {
             const tkvi_record *r = &layout->record[h];
             size_t dk = (size_t)g->head_dim, dv = (size_t)g->v_head_dim, heads = (size_t)g->n_kv_heads;
             const uint8_t *bytes;
-            tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, &buffer, &bytes) : TKV_OK;
+            tkv_status st = k ? tkvi_get_side_bytes(kv, ids[i], h, TKV_K, buffer, &bytes) : TKV_OK;
             if (k && !st)
                 tkvi_values(&r->k, simd_ops, bytes, slot, to - from, k + (row + (size_t)h) * dk, heads * dk);
             for (t = 0; t < to - from && k && !st && turned; t++)
                 tkvi_rope_rotate(kv->tables.plan[layer].rope, turned, 0,
                                  k + (row + (size_t)h + (size_t)t * heads) * dk);
-            if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, &buffer, &bytes);
+            if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
             if (st) return st;
         }
     }
     return TKV_OK;
+}
+
+TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
+    tkvi_fetch_buffer buffer;
+    tkv_status st;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
+    st = tkvi_check_readable(kv, seq, layer, start, n);
+    tkvi_empty_buffer(&buffer, seq, layer);
+    return st ? st : tkvi_read_run(kv, seq, layer, start, n, k, v, &buffer);
+}
+
+/* Number of indices from the front that rise by one. */
+static int tkvi_run_length(const int *index, int n) {
+    int i = 1;
+    while (i < n && index[i - 1] < TKVI_FOREVER && index[i] == index[i - 1] + 1) i++;
+    return i;
+}
+
+TKV_API tkv_status tkv_read_tokens(tkv_cache *kv, int seq, int layer, const int *indices, int n, float *k,
+                                   float *v) {
+    tkvi_fetch_buffer buffer;
+    tkv_status st = TKV_OK;
+    size_t k_row, v_row;
+    int i, run;
+    layer = tkvi_stored_layer(kv, seq, layer);
+    if (layer < 0 || n < 0 || (n > 0 && !indices)) return TKV_ERR_ARG;
+    for (i = 0; i < n && !st; i += run) {
+        run = tkvi_run_length(indices + i, n - i);
+        st = indices[i] < 0 ? TKV_ERR_ARG : tkvi_check_readable(kv, seq, layer, indices[i], run);
+    }
+    k_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->head_dim;
+    v_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->v_head_dim;
+    tkvi_empty_buffer(&buffer, seq, layer);
+    for (i = 0; i < n && !st; i += run) {
+        run = tkvi_run_length(indices + i, n - i);
+        st = tkvi_read_run(kv, seq, layer, indices[i], run, k ? k + (size_t)i * k_row : NULL,
+                           v ? v + (size_t)i * v_row : NULL, &buffer);
+    }
+    return st;
 }
 
 #endif /* TKVI_STEP_SEQUENCE_H */

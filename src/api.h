@@ -858,6 +858,12 @@ TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, in
  *   TKV_ERR_DATA        an offloaded block is damaged
  * Cost: O(blocks + values). */
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v);
+/* Reads tokens by a list of their indices, in any order; an index may stand there twice. Rows of k and v follow the
+ * list. Errors, cost and the rest: tkv_read; a negative index is TKV_ERR_ARG. Indices that rise by one are read in one
+ * piece, so a sorted list is the fastest.
+ *   indices   [n]; may be NULL if n is 0 */
+TKV_API tkv_status tkv_read_tokens(tkv_cache *kv, int seq, int layer, const int *indices, int n, float *k,
+                                   float *v);
 /* Returns the length in tokens of one layer of a sequence, or with TKV_ALL_LAYERS that of the shortest layer. Lengths
  * count evicted, expired and discarded tokens too. Returns 0 for a bad seq, or a layer without a cache. */
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer);

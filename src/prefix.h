@@ -143,6 +143,7 @@
 #define tkv_quality_info TKV_NAME_(tkv_quality_info)
 #define tkv_ranked TKV_NAME_(tkv_ranked)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_read_tokens TKV_NAME_(tkv_read_tokens)
 #define tkv_recompute_config TKV_NAME_(tkv_recompute_config)
 #define tkv_refresh_calibration TKV_NAME_(tkv_refresh_calibration)
 #define tkv_remat TKV_NAME_(tkv_remat)

@@ -619,6 +619,10 @@ static int merge_empty_row(rig *r, int dim) { /* a row without keys on this side
     return TKV_OK;
 }
 
+static tkv_status read_token(rig *r, int seq, int layer, int index, int n) {
+    return tkv_read_tokens(r->kv, seq, layer, &index, n, r->o.k, r->o.v);
+}
+
 static void try_reading(rig *r) {
     SAFE("tkv_attend", "seq", EVERY, SEQS, "AAAAAA", tkv_attend(r->kv, x, 0, q_in, 1, r->o.out));
     SAFE("tkv_attend", "layer", EVERY, LAYERS, "AAAAAA*A", tkv_attend(r->kv, 0, x, q_in, 1, r->o.out));
@@ -639,6 +643,10 @@ static void try_reading(rig *r) {
     SAFE("tkv_read", "start", EVERY, LENGTH, "AAARRR", tkv_read(r->kv, 0, 0, x, 1, r->o.k, r->o.v));
     SAFE("tkv_read", "n", EVERY, LENGTH, "AAA*RR", tkv_read(r->kv, 0, 0, 0, x, r->o.k, r->o.v));
     SAFE("tkv_read", "n", PLAIN, LENGTH - 399, "AAAORR", tkv_read(r->kv, 0, 0, 399, x, r->o.k, r->o.v));
+    SAFE("tkv_read_tokens", "seq", EVERY, SEQS, "AAAAAA", read_token(r, x, 0, 0, 1));
+    SAFE("tkv_read_tokens", "layer", EVERY, LAYERS, "AAAAAA*A", read_token(r, 0, x, 0, 1));
+    SAFE("tkv_read_tokens", "indices", EVERY, LENGTH, "AAARRR", read_token(r, 0, 0, x, 1));
+    SAFE("tkv_read_tokens", "n", PLAIN, 1, "AAAO**", read_token(r, 0, 0, 399, x < 2 ? x : 1));
 }
 
 /* >>tables and reports */

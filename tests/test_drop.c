@@ -653,6 +653,56 @@ TEST(layers_keep_tokens_on_a_line) {
 }
 
 /* >>reads and attention after eviction */
+/* A list of indices in any order gives the rows that single reads give. A list with a wrong index changes nothing. */
+TEST(tokens_are_read_in_any_order) {
+    enum { N = 700 };
+    static int list[N];
+    static float one_k[ROW], one_v[ROW], k_list[N * ROW], v_list[N * ROW];
+    tkv_config cfg = small_config();
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI2);
+    cfg.tiers.warm_tokens = 128;
+    cache_pair pair = make_pair(&cfg);
+    uint64_t gone[N / 64 + 1] = {0};
+    tkv_evict_params evict;
+    for (int n = 0; n < N; n += 100) CHECK_EQ(append_tokens(&pair, 0, 100), TKV_OK);
+    for (int i = 300; i < 340; i++) gone[i / 64] |= (uint64_t)1 << i % 64;
+    memset(&evict, 0, sizeof evict);
+    evict.layer = TKV_ALL_LAYERS;
+    evict.victims = gone;
+    evict.n_victims = N;
+    CHECK_EQ(tkv_evict(pair.kv, &evict), TKV_OK);
+    for (int kind = 0; kind < 4; kind++) {
+        for (int i = 0; i < N; i++) {
+            const int at = kind == 0   ? N - 1 - i
+                           : kind == 1 ? i
+                           : kind == 2 ? tkv_rng_below(&rng, N)
+                                       : i / 9 * 7;
+            list[i] = at >= 300 && at < 340 ? 299 : at;
+        }
+        CHECK_EQ(
+            tkv_read_tokens(pair.kv, 0, 1, list, N, kind == 2 ? NULL : k_list, kind == 3 ? NULL : v_list),
+            TKV_OK);
+        for (int i = 0; i < N; i++) {
+            CHECK_EQ(tkv_read(pair.kv, 0, 1, list[i], 1, one_k, one_v), TKV_OK);
+            if (kind != 2) CHECK_MEM(one_k, k_list + i * ROW, sizeof one_k);
+            if (kind != 3) CHECK_MEM(one_v, v_list + i * ROW, sizeof one_v);
+        }
+    }
+    memcpy(k_out, k_list, sizeof k_list);
+    list[N - 1] = 320;
+    CHECK_EQ(tkv_read_tokens(pair.kv, 0, 1, list, N, k_list, v_list), TKV_ERR_RANGE);
+    list[N - 1] = N;
+    CHECK_EQ(tkv_read_tokens(pair.kv, 0, 1, list, N, k_list, v_list), TKV_ERR_RANGE);
+    list[N - 1] = 0x7fffffff;
+    CHECK_EQ(tkv_read_tokens(pair.kv, 0, 1, list, N, k_list, v_list), TKV_ERR_RANGE);
+    list[N - 1] = -1;
+    CHECK_EQ(tkv_read_tokens(pair.kv, 0, 1, list, N, k_list, v_list), TKV_ERR_ARG);
+    CHECK_EQ(tkv_read_tokens(pair.kv, 0, 1, NULL, 1, k_list, v_list), TKV_ERR_ARG);
+    CHECK_EQ(tkv_read_tokens(pair.kv, 0, 1, NULL, 0, k_list, v_list), TKV_OK);
+    CHECK_MEM(k_out, k_list, sizeof k_list);
+    destroy_pair(&pair);
+}
+
 static void check_after_evictions(tkv_config cfg, double bound) {
     static const int percents[] = {10, 50, 80, 30, 95};
     tkv_attend_params p;
@@ -1346,6 +1396,7 @@ int main(int argc, char **argv) {
     RUN(the_last_queries_before_an_eviction_decide);
     RUN(tokens_that_no_query_judged_stay);
     RUN(layers_keep_tokens_on_a_line);
+    RUN(tokens_are_read_in_any_order);
     RUN(eviction_from_exact_blocks);
     RUN(eviction_from_encoded_blocks);
     RUN(keys_before_rope);
