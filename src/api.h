@@ -1935,17 +1935,31 @@ TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
 /* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
 
-/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
- * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+/* >>texts. A config as text is lines `key = value`, TOML, or one JSON object. A text that begins with a brace is JSON.
+ * In all forms # begins a comment. Keys are names of fields. The text may be any bytes.
  *   key       model.n_layers, model.rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   table     [model.rope], [layers.3] or [layers.0-5]; the keys below it are relative to it
+ *   object    {"model": {"rope": {"dim": 64}}, "layers": {"0-5": {"window": 1024}}}, or { dim = 64 } in TOML
+ *   entries   [[layers]] for the next layer, or a list of objects; null leaves an entry as it is
+ *   string    "in quotes", 'in quotes' or, in lines, without
  *   length    a number, off or unlimited
  *   switch    false or true
  *   formats   a30/r20 for K and V, or one name for both
  *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
- *   list      numbers with commas between them; budget.ladder[i] needs budget.n_levels
+ *   number    underscores between digits do not count: 1_024
+ *   list      numbers with commas between them, in [ ] or not; budget.ladder[i] needs budget.n_levels
  *   bits      names joined by +, such as format.fit = clip+norm
  *   preset    a name for tkv_apply_preset; applied before all keys except limits.max_tokens
+ * Not read: escapes in strings, and numbers in other bases than 10.
  * The macro TKV_NO_REPORTS removes all functions of this section. */
+/* The form in which tkv_print_config writes. Each of them is read back. */
+typedef enum tkv_text_style {
+    TKV_TEXT_LINES = 0,   /* lines `key = value`, with whole paths as keys */
+    TKV_TEXT_JSON,        /* one flat JSON object, with whole paths as keys */
+    TKV_TEXT_TOML,        /* TOML 1.0: a table for each group, [layers.3] for a layer */
+    TKV_TEXT_JSON_NESTED, /* JSON: an object for each group, "layers": {"3": { }} for a layer */
+    TKV_TEXT_COUNT
+} tkv_text_style;
 /* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
 typedef struct tkv_config_arrays {
     tkv_layer_config *layers;
@@ -1968,13 +1982,15 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
  * parallel_for, cfg.recompute and canaries have no text.
- *   json     0: lines; 1: JSON
+ *   style    a tkv_text_style
  *   buf      [size] bytes; NULL only counts
  *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included
  * Errors:
  *   TKV_ERR_CAPACITY   buf is too small; nothing is written
- *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
-TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+ *   TKV_ERR_CONFIG     a field has no text (NaN, or no such format)
+ *   TKV_ERR_ARG        there is no such style, or a pointer is missing
+ * Cost: O(size), twice. */
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int style, char *buf, size_t size, size_t *needed);
 
 typedef enum tkv_report_kind {
     TKV_REPORT_JSON = 0,   /* one JSON object */

@@ -415,9 +415,26 @@
  *   latent go through a block together: it is unpacked once for their scores and once for their values. They take
  *   0.65 MB of work space, or four times that with cfg.host.parallel_for.
  *
- *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
- *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
- *   error names the line and the nearest correct key. tkv_create_ex takes a text together with a config of callbacks.
+ *   Texts. A config can be a text. A key is the path of a field, such as tiers.hot_tokens or layers[0-5].window. The
+ *   values `off` and `unlimited` are the sentinels of lengths. An error names the line, the whole path of the key and
+ *   the nearest correct one. A field that a text has twice is an error, in any two spellings. tkv_create_ex takes a
+ *   text together with a config of callbacks. tkv_parse_config reads four forms, and tkv_print_config writes them:
+ *
+ *     TKV_TEXT_LINES          TKV_TEXT_JSON, whole paths as keys
+ *     tiers.hot_tokens = 64   {"tiers.hot_tokens": 64,
+ *     layers[3].window = 9     "layers[3].window": 9}
+ *
+ *     TKV_TEXT_TOML           TKV_TEXT_JSON_NESTED
+ *     [tiers]                 {"tiers": {"hot_tokens": 64},
+ *     hot_tokens = 64          "layers": {"3": {"window": 9}}}
+ *     [layers.3]
+ *     window = 9
+ *
+ *   Lines may have tables, so TOML is lines with tables and quotes. [layers.0-5] is a table for six layers. Each
+ *   [[layers]] begins the next layer, and [[budget.ladder]] the next level. A table can also stand in braces, as in
+ *   model.rope = { dim = 64 }. Numbers may have underscores, and lists comments. Escapes in strings are not read: no
+ *   value needs one. In JSON, "layers" is an object of indices and ranges, or a list of objects. There, null leaves a
+ *   layer as it is.
  *
  * Recipe R9: a config as text, and back
  *     const char text[] = "preset = compact            # what follows overrides it\n"
@@ -431,11 +448,15 @@
  *                         "layers[31].head_dim = 256\n";
  *     static tkv_layer_config layers[32];              // memory for the exceptions
  *     const tkv_config_arrays arrays = {layers, 32, NULL, 0, NULL, 0};
+ *     const char toml[] = "[tiers]\nhot_tokens = 128\n[layers.2-5]\nwindow = 1_024\n";
  *     char back[1000];
  *     cfg = tkv_default_config();
  *     if (tkv_parse_config(&cfg, &arrays, text, strlen(text), reason, sizeof reason)) return puts(reason), 1;
  *     if (tkv_validate_config(&cfg, reason, sizeof reason)) return puts(reason), 1;
- *     if (tkv_print_config(&cfg, 1, back, sizeof back, NULL)) return 1;   // 1: JSON
+ *     if (tkv_print_config(&cfg, TKV_TEXT_JSON, back, sizeof back, NULL)) return 1;
+ *     puts(back);
+ *     if (tkv_parse_config(&cfg, &arrays, toml, strlen(toml), reason, sizeof reason)) return puts(reason), 1;
+ *     if (tkv_print_config(&cfg, TKV_TEXT_TOML, back, sizeof back, NULL)) return 1;
  *     puts(back);
  *     if (tkv_parse_config(&cfg, NULL, "tiers.hot_tokenz = 9", 20, reason, sizeof reason)) puts(reason);
  *     kv = NULL;

@@ -196,6 +196,7 @@
 #define tkv_split_evict_budget TKV_NAME_(tkv_split_evict_budget)
 #define tkv_status TKV_NAME_(tkv_status)
 #define tkv_task TKV_NAME_(tkv_task)
+#define tkv_text_style TKV_NAME_(tkv_text_style)
 #define tkv_threshold TKV_NAME_(tkv_threshold)
 #define tkv_thresholds TKV_NAME_(tkv_thresholds)
 #define tkv_tier TKV_NAME_(tkv_tier)

@@ -329,7 +329,10 @@ static void try_configs(rig *r) {
          parse_config_arrays(r, OF(tkv_config_arrays, n_levels), x));
     EACH("tkv_parse_config", "room.n_frequencies", PLAIN, 1, "GGGO..",
          parse_config_arrays(r, OF(tkv_config_arrays, n_frequencies), x));
-    EACH("tkv_print_config", "json", PLAIN, 1, "OOOOOO", tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
+    EACH("tkv_print_config", "style", PLAIN, TKV_TEXT_COUNT, "AAAAAAOO",
+         tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
+    EACH("tkv_print_config", "style", PLAIN, TKV_TEXT_COUNT - 1, "AAAOAA",
+         tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
     EACH("tkv_estimate_memory", "n_tokens", PLAIN, MAX_TOKENS, "AAAOAA",
          tkv_estimate_memory(&r->cfg, x, 1, &r->o.memory));
     SAFE("tkv_estimate_memory", "n_seqs", EVERY, SEQS, "AAA*AA",

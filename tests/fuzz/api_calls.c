@@ -1723,7 +1723,7 @@ static void run_text(const char *text, size_t size) {
     static char printed[2][1 << 16];
     tkv_config_arrays room, room_2;
     tkv_config a = tkv_default_config(), b = tkv_default_config();
-    const int json = next_byte() % 2;
+    const int style = next_byte() % TKV_TEXT_COUNT;
     char reason[200] = "";
     size_t needed = 0;
     tkv_cache *cache = NULL;
@@ -1735,12 +1735,12 @@ static void run_text(const char *text, size_t size) {
     st = tkv_parse_config(&a, &room, text, size, reason, sizeof reason);
     CHECK(st == TKV_OK || (st == TKV_ERR_CONFIG && reason[0]));
     if (st) return;
-    if (tkv_print_config(&a, json, printed[0], sizeof printed[0], &needed) != TKV_OK) return;
+    if (tkv_print_config(&a, style, printed[0], sizeof printed[0], &needed) != TKV_OK) return;
     CHECK_EQ(strlen(printed[0]) + 1, needed);
     st = tkv_parse_config(&b, &room_2, printed[0], needed - 1, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "its own text is refused: %s", reason);
     if (st) return;
-    CHECK_EQ(tkv_print_config(&b, json, printed[1], sizeof printed[1], &needed), TKV_OK);
+    CHECK_EQ(tkv_print_config(&b, style, printed[1], sizeof printed[1], &needed), TKV_OK);
     CHECK_STR(printed[1], printed[0]);
     st = tkv_validate_config(&a, reason, sizeof reason);
     CHECK_EQ(st == TKV_OK, reason[0] == 0);
