@@ -93,7 +93,8 @@
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
- *   TKV_NO_REPORTS           implementation     leaves out configs as text, and reports as JSON and Prometheus
+ *   TKV_NO_REPORTS           implementation     leaves out configs as text, reports as JSON and Prometheus, and the
+ *                                               names of levels
  *   TKV_NO_KVQUANT           implementation     leaves out the KVQUANT formats and the learning of their tables
  *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
  *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
@@ -101,7 +102,8 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length,
+ *                                               jumps of levels (pressure.jump)
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -113,8 +115,8 @@
  *   a call that needs a missing part gets TKV_ERR_UNSUPPORTED. Its sentence names the switch, for example:
  *   "tiers.archive.k is 31; TKV_NO_KVQUANT leaves this format out". Names of formats and policies stay known.
  *
- *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config and tkv_print_report. tkv_create_ex then
- *   answers a text with TKV_ERR_UNSUPPORTED.
+ *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config, tkv_print_report, tkv_get_level and
+ *   tkv_find_level. tkv_create_ex then answers a text with TKV_ERR_UNSUPPORTED.
  *
  *
  * 3. FIRST PROGRAM
@@ -418,9 +420,10 @@
  *   0.65 MB of work space, or four times that with cfg.host.parallel_for.
  *
  *   Texts. A config can be a text. A key is the path of a field, such as tiers.hot_tokens or layers[0-5].window. The
- *   values `off` and `unlimited` are the sentinels of lengths. An error names the line, the whole path of the key and
- *   the nearest correct one. A field that a text has twice is an error, in any two spellings. tkv_create_ex takes a
- *   text together with a config of callbacks. tkv_parse_config reads four forms, and tkv_print_config writes them:
+ *   values `off` and `unlimited` are the sentinels of lengths. The formats f16, fp8-e4m3 and kivi4 are also read as
+ *   fp16, fp8 and q4. An error names the line, the whole path of the key and the nearest correct one. A field that a
+ *   text has twice is an error, in any two spellings. tkv_create_ex takes a text together with a config of callbacks.
+ *   tkv_parse_config reads four forms, and tkv_print_config writes them:
  *
  *     TKV_TEXT_LINES          TKV_TEXT_JSON, whole paths as keys
  *     tiers.hot_tokens = 64   {"tiers.hot_tokens": 64,
@@ -493,7 +496,17 @@
  *
  *   Pressure. The pressure is bytes used / budget, as a moving average. It starts level 1 at 80 % and the other
  *   levels at 95 %. cfg.budget.pressure has the thresholds, and the first and last level allowed. tkv_report_pressure
- *   adds a pressure from elsewhere, such as that of the whole process.
+ *   adds a pressure from elsewhere, such as that of the whole process. With cfg.budget.pressure.jump = 1, one sample
+ *   far above the average is enough. If it calls for two levels or more, the next append goes there at once. Set
+ *   thresholds that rise with the levels for that. The level falls as without it: one at a time, by the average.
+ *
+ *   Levels have names. tkv_get_level gives the tag of a level, which is the text of its formats, and its bytes against
+ *   FP16. They are the bytes of the blocks that the cache makes. tkv_find_level finds a level by its tag, for
+ *   tkv_set_level. The default ladder with heads of 64 channels:
+ *
+ *     level    0     1      2         3         4         5
+ *     tag      f16   q8     a40/r40   a30/r30   a25/r20   a20/r15
+ *     factor   1     .531   .254      .191      .145      .113
  *
  *   With cfg.budget.pressure.min_level = 3, blocks are coded by age from the first token on, even while memory is
  *   free. The default level 0 keeps more precision, and codes more blocks later.
@@ -1074,6 +1087,7 @@
 #define tkv_feedback TKV_NAME_(tkv_feedback)
 #define tkv_feedback_config TKV_NAME_(tkv_feedback_config)
 #define tkv_feedback_info TKV_NAME_(tkv_feedback_info)
+#define tkv_find_level TKV_NAME_(tkv_find_level)
 #define tkv_find_name TKV_NAME_(tkv_find_name)
 #define tkv_find_thresholds TKV_NAME_(tkv_find_thresholds)
 #define tkv_find_top_tokens TKV_NAME_(tkv_find_top_tokens)
@@ -1096,6 +1110,7 @@
 #define tkv_get_last_error TKV_NAME_(tkv_get_last_error)
 #define tkv_get_layer TKV_NAME_(tkv_get_layer)
 #define tkv_get_length TKV_NAME_(tkv_get_length)
+#define tkv_get_level TKV_NAME_(tkv_get_level)
 #define tkv_get_memory TKV_NAME_(tkv_get_memory)
 #define tkv_get_name TKV_NAME_(tkv_get_name)
 #define tkv_get_positions TKV_NAME_(tkv_get_positions)
@@ -1117,6 +1132,7 @@
 #define tkv_layer_config TKV_NAME_(tkv_layer_config)
 #define tkv_layer_info TKV_NAME_(tkv_layer_info)
 #define tkv_level TKV_NAME_(tkv_level)
+#define tkv_level_info TKV_NAME_(tkv_level_info)
 #define tkv_limits_config TKV_NAME_(tkv_limits_config)
 #define tkv_load_calibration TKV_NAME_(tkv_load_calibration)
 #define tkv_maintain TKV_NAME_(tkv_maintain)
@@ -1495,6 +1511,10 @@ typedef struct tkv_pressure_config {
     float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
     int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_get_budget */
     int max_level; /* highest level; 0: the last one; TKV_OFF: always level 0 */
+    /* 1: a sample at or above the threshold of a level two or more above the present one raises the level to it at
+     * once, and the average to the sample. 0: only the average raises the level. Levels fall one by one in both. A
+     * budget then skips the levels between. Levels with equal thresholds are passed together */
+    int jump;
 } tkv_pressure_config;
 
 /* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_update_importance and
@@ -2395,6 +2415,22 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
  * tighter, stored blocks follow as bytes are needed.
  * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+typedef struct tkv_level_info {
+    int level;    /* its ordinal: 0 is the loosest */
+    char tag[24]; /* the formats as a config text writes them: "f16", "q8", "a30/r30" */
+    /* of its oldest tokens, in most layers: those of the archive, or of the warm or hot tier if that takes all */
+    tkv_format_pair formats;
+    /* bytes of a block of the oldest tokens, metadata and padding included, divided by those in FP16; of all layers */
+    double memory_factor;
+} tkv_level_info;
+/* Reports a level of the ladder. The macro TKV_NO_REPORTS removes this function and the next one.
+ *   level   0 to n_levels - 1 (tkv_get_budget)
+ * Errors: TKV_ERR_ARG (there is no such level, or out is missing). Cost: O(layers); 5 KB of stack. */
+TKV_API tkv_status tkv_get_level(const tkv_cache *kv, int level, tkv_level_info *out);
+/* Finds the loosest level with a tag. The tag may be any text of a format pair: "a30/r30", "q8", "fp16" for "f16".
+ * Errors, *level unchanged: TKV_ERR_RANGE (no level has it), TKV_ERR_ARG (a pointer is missing).
+ * Cost: O(layers) for each level. */
+TKV_API tkv_status tkv_find_level(const tkv_cache *kv, const char *tag, int *level);
 /* Sets hot_tokens of all levels and layers, except those that keep everything exact. Layers keep their delays
  * (tkv_tiers_config). Without a budget, this ends reservations, as tkv_set_level does.
  * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
@@ -3152,7 +3188,8 @@ typedef enum tkv_name_kind {
 } tkv_name_kind;
 /* Returns the name of a value; NULL if there is no such kind or value. */
 TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
-/* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
+/* Finds the value of a name. Except with TKV_NO_REPORTS, "fp16", "fp8" and "q4" are names of f16, fp8-e4m3 and kivi4,
+ * here and in texts. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
 
 /* >>texts. A config as text is lines `key = value`, TOML, or one JSON object. A text that begins with a brace is JSON.
@@ -3164,7 +3201,7 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
  *   string    "in quotes", 'in quotes' or, in lines, without
  *   length    a number, off or unlimited
  *   switch    false or true
- *   formats   a30/r20 for K and V, or one name for both
+ *   formats   a30/r20 for K and V, or one name for both; fp16, fp8, q4 are read as f16, fp8-e4m3, kivi4
  *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
  *   number    underscores between digits do not count: 1_024
  *   list      numbers with commas between them, in [ ] or not; budget.ladder[i] needs budget.n_levels
@@ -8318,6 +8355,21 @@ static tkv_format tkvi_format_from_name(const char *name) {
         if (strcmp(name, tkvi_formats[f].name) == 0) return (tkv_format)f;
     return TKV_FORMAT_DEFAULT;
 }
+
+#ifndef TKV_NO_REPORTS
+/* Finds a format by its name, or by another one that is read and never written. q4 is KIVI4: its groups are those of
+ * Q8, it errs less than INT4 and FP4, and every build has it. */
+static tkv_format tkvi_find_format(const char *name) {
+    static const struct {
+        const char *name;
+        tkv_format format;
+    } others[] = {{"fp16", TKV_F16}, {"fp8", TKV_FP8_E4M3}, {"q4", TKV_KIVI4}};
+    int i;
+    for (i = 0; i < 3; i++)
+        if (strcmp(name, others[i].name) == 0) return others[i].format;
+    return tkvi_format_from_name(name);
+}
+#endif
 
 /* >>options: the fields of tkv_format_options, in their order */
 static const tkvi_row tkvi_option_rows[] = {
@@ -21509,6 +21561,8 @@ static const char *tkvi_isa_name(tkv_isa isa) {
  *     average   -> tighten while it is at or above the next threshold
  *               -> relax one level while it is below the present threshold - hysteresis
  *
+ * With cfg.jump, a pressure that is levels above the present one becomes the average.
+ *
  * A lock guards the state of a controller, so a reader always gets counters that match the level. Without atomics
  * (neither gcc nor clang) only one thread may use a controller.
  */
@@ -21518,9 +21572,9 @@ static const char *tkvi_isa_name(tkv_isa isa) {
 
 /* In the order of tkv_pressure_profile. */
 static const tkv_pressure_config tkvi_profiles[TKV_PROFILE_COUNT] = {
-    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0},
-    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF},
-    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0},
+    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0, 0},
+    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF, 0},
+    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0, 0},
 };
 
 static const char *tkvi_profile_name(tkv_pressure_profile p) {
@@ -21543,11 +21597,14 @@ static int tkvi_pressure_levels(const tkv_pressure_config *cfg) {
 /* Returns whether x is in [low, high]. A NaN is not, even with -ffast-math: the finite test reads bits. */
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
+static int tkvi_jump_is_left_out(const tkv_pressure_config *cfg) { return !TKVI_HAS_METER && cfg->jump; }
+
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
     const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
+    if (tkvi_jump_is_left_out(cfg)) return "TKV_NO_METER leaves jump out";
     if (!tkvi_profile_name(cfg->profile)) return "profile must be a tkv_pressure_profile";
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
     if (!any) {
@@ -21574,6 +21631,7 @@ static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_press
     if (cfg->max_level < 0 || cfg->max_level > n)
         return "max_level must be a level, TKV_OFF or 0 for the last";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    if (TKVI_HAS_METER && cfg->jump & ~1) return "jump must be 0 or 1";
     return NULL;
 }
 
@@ -21585,10 +21643,17 @@ static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
+/* Returns the level that a pressure raises `level` to, any number of levels up. */
+static int tkvi_raised_level(const tkv_pressure_config *cfg, float pressure, int level) {
+    const int n = tkvi_pressure_levels(cfg);
+    while (level < n && pressure >= tkvi_threshold(cfg, level)) level++;
+    return level;
+}
+
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
 static int tkvi_pressure_target(const tkv_pressure_config *cfg, float average, int level) {
-    int n = tkvi_pressure_levels(cfg), had = level;
-    while (level < n && average >= tkvi_threshold(cfg, level)) level++;
+    const int had = level;
+    level = tkvi_raised_level(cfg, average, level);
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
@@ -21623,6 +21688,9 @@ static void tkvi_pressure_take(tkv_pressure *p, float pressure) {
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
     now->average = now->samples ? now->average + a * (x - now->average) : x;
+    if (TKVI_HAS_METER && p->cfg.jump && x > now->average &&
+        tkvi_min(p->cfg.max_level, tkvi_raised_level(&p->cfg, x, now->level)) > now->level + 1)
+        now->average = x;
     now->trend += a * (step - now->trend);
     now->last = x;
     now->peak = x > now->peak ? x : now->peak;
@@ -24253,7 +24321,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st) {
         tkv_pressure_config full;
         wrong = tkvi_pressure_for(cfg, &full);
-        if (wrong) return tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
+        if (wrong) st = tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
+        if (wrong && tkvi_jump_is_left_out(&cfg->budget.pressure)) st = TKV_ERR_UNSUPPORTED;
     }
     if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
@@ -32326,6 +32395,9 @@ static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, s
     target = tkvi_pressure_sample(
         &kv->budget.pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
+    if (TKVI_HAS_METER && p->jump && target > level + 1 &&
+        !(tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)))
+        tkvi_change_level(kv, target);
     level = kv->tables.level;
     kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) {
@@ -39129,6 +39201,12 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
             *value = i;
             return TKV_OK;
         }
+#ifndef TKV_NO_REPORTS
+    if (kind == TKV_NAME_FORMAT && tkvi_find_format(name) != TKV_FORMAT_DEFAULT) {
+        *value = (int)tkvi_find_format(name);
+        return TKV_OK;
+    }
+#endif
     return TKV_ERR_RANGE;
 }
 
@@ -40595,7 +40673,7 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    *out = tkvi_format_from_name(name);
+    *out = tkvi_find_format(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
@@ -40862,6 +40940,7 @@ static const tkvi_row tkvi_pressure_rows[] = {
     TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_pressure_config, min_level, TKVI_INT, NULL),
     TKVI_ROW(tkv_pressure_config, max_level, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_pressure_config, jump, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_offload_rows[] = {
@@ -41881,6 +41960,88 @@ TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int style, char *buf,
 
 #endif /* TKV_NO_REPORTS */
 #endif /* TKVI_REPORT_TEXT_H */
+/* ======== report/levels.h ======== */
+/*
+ * report/levels.h - the levels of a cache by name: the tag of each, and its bytes against FP16. The bytes are those of
+ * the layouts that blocks get.
+ */
+#ifndef TKVI_REPORT_LEVELS_H
+#define TKVI_REPORT_LEVELS_H
+
+#ifndef TKV_NO_REPORTS
+
+
+/* The layout of the oldest tokens of a layer at a level. */
+static const tkvi_layout *tkvi_oldest_layout(const tkvi_tables *t, int layer, int level) {
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+    return &t->layout[spec->layout[tkvi_tier_of_level(spec, TKV_TIER_ARCHIVE)]];
+}
+
+static double tkvi_memory_factor(const tkvi_tables *t, int level) {
+    double bytes = 0.0, fp16_bytes = 0.0;
+    int i;
+    for (i = 0; i < t->cfg.model.n_layers; i++) {
+        const tkvi_geometry *g = &t->plan[i].geometry;
+        if (t->plan[i].stored_layer != i) continue;
+        bytes += (double)tkvi_oldest_layout(t, i, level)->bytes.total;
+        fp16_bytes += (double)TKVI_BLOCK *
+                      (double)tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim, g->v_in_k);
+    }
+    return fp16_bytes > 0.0 ? bytes / fp16_bytes : 1.0;
+}
+
+/* The formats that most layers have for their oldest tokens; of equally many, those of the lower layer. */
+static tkv_format_pair tkvi_formats_of_level(const tkvi_tables *t, int level) {
+    int count[TKV_FORMAT_COUNT][TKV_FORMAT_COUNT], most = 0, i;
+    tkv_format_pair best = {TKV_F16, TKV_F16};
+    memset(count, 0, sizeof count);
+    for (i = 0; i < t->cfg.model.n_layers; i++)
+        if (t->plan[i].stored_layer == i) {
+            const tkv_format_pair p = tkvi_oldest_layout(t, i, level)->pair;
+            most = tkvi_max(most, ++count[p.k][p.v]);
+        }
+    for (i = t->cfg.model.n_layers - 1; i >= 0; i--)
+        if (t->plan[i].stored_layer == i) {
+            const tkv_format_pair p = tkvi_oldest_layout(t, i, level)->pair;
+            if (count[p.k][p.v] == most) best = p;
+        }
+    return best;
+}
+
+TKV_API tkv_status tkv_get_level(const tkv_cache *kv, int level, tkv_level_info *out) {
+    tkvi_text tag;
+    if (!kv || !out || level < 0 || level >= kv->tables.n_levels) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->level = level;
+    out->formats = tkvi_formats_of_level(&kv->tables, level);
+    out->memory_factor = tkvi_memory_factor(&kv->tables, level);
+    tag = tkvi_text_begin(out->tag, sizeof out->tag);
+    tkvi_append_text(&tag, tkvi_format_name(out->formats.k));
+    if (out->formats.k == out->formats.v) return TKV_OK;
+    tkvi_append_text(&tag, "/");
+    tkvi_append_text(&tag, tkvi_format_name(out->formats.v));
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_find_level(const tkv_cache *kv, const char *tag, int *level) {
+    tkv_format_pair pair;
+    tkvi_span s;
+    int i;
+    if (!kv || !tag || !level) return TKV_ERR_ARG;
+    s.at = tag;
+    s.n = strlen(tag);
+    if (!tkvi_read_pair(NULL, NULL, s, &pair)) return TKV_ERR_RANGE;
+    for (i = 0; i < kv->tables.n_levels; i++) {
+        const tkv_format_pair formats = tkvi_formats_of_level(&kv->tables, i);
+        if (formats.k != pair.k || formats.v != pair.v) continue;
+        *level = i;
+        return TKV_OK;
+    }
+    return TKV_ERR_RANGE;
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_REPORT_LEVELS_H */
 /* ======== report/create.h ======== */
 /*
  * report/create.h - tkv_create_ex reads a config text, checks it and creates a cache, in one call.

@@ -275,6 +275,10 @@ typedef struct tkv_pressure_config {
     float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
     int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_get_budget */
     int max_level; /* highest level; 0: the last one; TKV_OFF: always level 0 */
+    /* 1: a sample at or above the threshold of a level two or more above the present one raises the level to it at
+     * once, and the average to the sample. 0: only the average raises the level. Levels fall one by one in both. A
+     * budget then skips the levels between. Levels with equal thresholds are passed together */
+    int jump;
 } tkv_pressure_config;
 
 /* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_update_importance and
@@ -1175,6 +1179,22 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
  * tighter, stored blocks follow as bytes are needed.
  * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+typedef struct tkv_level_info {
+    int level;    /* its ordinal: 0 is the loosest */
+    char tag[24]; /* the formats as a config text writes them: "f16", "q8", "a30/r30" */
+    /* of its oldest tokens, in most layers: those of the archive, or of the warm or hot tier if that takes all */
+    tkv_format_pair formats;
+    /* bytes of a block of the oldest tokens, metadata and padding included, divided by those in FP16; of all layers */
+    double memory_factor;
+} tkv_level_info;
+/* Reports a level of the ladder. The macro TKV_NO_REPORTS removes this function and the next one.
+ *   level   0 to n_levels - 1 (tkv_get_budget)
+ * Errors: TKV_ERR_ARG (there is no such level, or out is missing). Cost: O(layers); 5 KB of stack. */
+TKV_API tkv_status tkv_get_level(const tkv_cache *kv, int level, tkv_level_info *out);
+/* Finds the loosest level with a tag. The tag may be any text of a format pair: "a30/r30", "q8", "fp16" for "f16".
+ * Errors, *level unchanged: TKV_ERR_RANGE (no level has it), TKV_ERR_ARG (a pointer is missing).
+ * Cost: O(layers) for each level. */
+TKV_API tkv_status tkv_find_level(const tkv_cache *kv, const char *tag, int *level);
 /* Sets hot_tokens of all levels and layers, except those that keep everything exact. Layers keep their delays
  * (tkv_tiers_config). Without a budget, this ends reservations, as tkv_set_level does.
  * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
@@ -1932,7 +1952,8 @@ typedef enum tkv_name_kind {
 } tkv_name_kind;
 /* Returns the name of a value; NULL if there is no such kind or value. */
 TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
-/* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
+/* Finds the value of a name. Except with TKV_NO_REPORTS, "fp16", "fp8" and "q4" are names of f16, fp8-e4m3 and kivi4,
+ * here and in texts. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
 
 /* >>texts. A config as text is lines `key = value`, TOML, or one JSON object. A text that begins with a brace is JSON.
@@ -1944,7 +1965,7 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
  *   string    "in quotes", 'in quotes' or, in lines, without
  *   length    a number, off or unlimited
  *   switch    false or true
- *   formats   a30/r20 for K and V, or one name for both
+ *   formats   a30/r20 for K and V, or one name for both; fp16, fp8, q4 are read as f16, fp8-e4m3, kivi4
  *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
  *   number    underscores between digits do not count: 1_024
  *   list      numbers with commas between them, in [ ] or not; budget.ladder[i] needs budget.n_levels

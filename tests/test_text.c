@@ -284,6 +284,33 @@ TEST(empty_texts) {
     }
 }
 
+/* Names of other designs are read, and written by their own names. */
+TEST(other_names_of_formats) {
+    static const struct {
+        const char *name, *written;
+        tkv_format format;
+    } names[] = {{"fp16", "f16", TKV_F16},
+                 {"q8", "q8", TKV_Q8},
+                 {"fp8", "fp8-e4m3", TKV_FP8_E4M3},
+                 {"q4", "kivi4", TKV_KIVI4}};
+    char line[80], want[80], said[80], reason[REASON];
+    int i, value = -1;
+    for (i = 0; i < COUNT(names); i++) {
+        tkv_config cfg = tkv_default_config();
+        CHECK_EQ(tkv_find_name(TKV_NAME_FORMAT, names[i].name, &value), TKV_OK);
+        CHECK_EQ(value, names[i].format);
+        CHECK_STR(tkv_get_name(TKV_NAME_FORMAT, value), names[i].written);
+        snprintf(line, sizeof line, "[tiers]\narchive = '%s/a30'", names[i].name);
+        snprintf(want, sizeof want, "tiers.archive = %s/a30\n", names[i].written);
+        CHECK_MSG(parse_config(&cfg, line, reason) == TKV_OK, "%s", reason);
+        CHECK_EQ(tkv_print_config(&cfg, 0, said, sizeof said, NULL), TKV_OK);
+        CHECK_STR(said, want);
+    }
+    CHECK_EQ(tkv_find_name(TKV_NAME_FORMAT, "q2", &value), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_find_name(TKV_NAME_PROFILE, "fp16", &value), TKV_ERR_RANGE);
+    CHECK_EQ(value, TKV_KIVI4);
+}
+
 TEST(presets_come_first) {
     tkv_config cfg = tkv_default_config(), named;
     char reason[REASON];
@@ -1148,6 +1175,7 @@ int main(int argc, char **argv) {
     RUN(budgets);
     RUN(limits_of_whole_numbers);
     RUN(empty_texts);
+    RUN(other_names_of_formats);
     RUN(presets_come_first);
     RUN(sentences_of_mistakes);
     RUN(rope_of_layers);

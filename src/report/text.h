@@ -439,7 +439,7 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    *out = tkvi_format_from_name(name);
+    *out = tkvi_find_format(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
@@ -706,6 +706,7 @@ static const tkvi_row tkvi_pressure_rows[] = {
     TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_pressure_config, min_level, TKVI_INT, NULL),
     TKVI_ROW(tkv_pressure_config, max_level, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_pressure_config, jump, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_offload_rows[] = {
