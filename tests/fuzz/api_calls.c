@@ -1602,6 +1602,7 @@ static void choose_config(void) {
     cfg.tiers.sink_tokens = more / 4 % 4 == 3 ? TKV_OFF : more / 4 % 4 * 5;
     cfg.host.precise = more / 16 % 2;
     cfg.host.wipe_freed = more / 32 % 2;
+    cfg.budget.pressure.jump = more / 32 % 2;
     if (more / 64 % 4 == 1) cfg.meter.heads = 1;
     if (more / 64 % 4 >= 1 || (row[0].k == TKV_KVQUANT4 && more / 64 % 4 == 0)) {
         cfg.model.rope.dim = old & 1 ? 8 : shape[2] / 4 * 4;
