@@ -93,7 +93,8 @@
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
- *   TKV_NO_REPORTS           implementation     leaves out configs as text, and reports as JSON and Prometheus
+ *   TKV_NO_REPORTS           implementation     leaves out configs as text, reports as JSON and Prometheus, and the
+ *                                               names of levels
  *   TKV_NO_KVQUANT           implementation     leaves out the KVQUANT formats and the learning of their tables
  *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
  *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
@@ -101,7 +102,8 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length,
+ *                                               jumps of levels (pressure.jump)
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -113,8 +115,8 @@
  *   a call that needs a missing part gets TKV_ERR_UNSUPPORTED. Its sentence names the switch, for example:
  *   "tiers.archive.k is 31; TKV_NO_KVQUANT leaves this format out". Names of formats and policies stay known.
  *
- *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config and tkv_print_report. tkv_create_ex then
- *   answers a text with TKV_ERR_UNSUPPORTED.
+ *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config, tkv_print_report, tkv_get_level and
+ *   tkv_find_level. tkv_create_ex then answers a text with TKV_ERR_UNSUPPORTED.
  *
  *
  * 3. FIRST PROGRAM
@@ -417,9 +419,27 @@
  *   latent go through a block together: it is unpacked once for their scores and once for their values. They take
  *   0.65 MB of work space, or four times that with cfg.host.parallel_for.
  *
- *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
- *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
- *   error names the line and the nearest correct key. tkv_create_ex takes a text together with a config of callbacks.
+ *   Texts. A config can be a text. A key is the path of a field, such as tiers.hot_tokens or layers[0-5].window. The
+ *   values `off` and `unlimited` are the sentinels of lengths. The formats f16, fp8-e4m3 and kivi4 are also read as
+ *   fp16, fp8 and q4. An error names the line, the whole path of the key and the nearest correct one. A field that a
+ *   text has twice is an error, in any two spellings. tkv_create_ex takes a text together with a config of callbacks.
+ *   tkv_parse_config reads four forms, and tkv_print_config writes them:
+ *
+ *     TKV_TEXT_LINES          TKV_TEXT_JSON, whole paths as keys
+ *     tiers.hot_tokens = 64   {"tiers.hot_tokens": 64,
+ *     layers[3].window = 9     "layers[3].window": 9}
+ *
+ *     TKV_TEXT_TOML           TKV_TEXT_JSON_NESTED
+ *     [tiers]                 {"tiers": {"hot_tokens": 64},
+ *     hot_tokens = 64          "layers": {"3": {"window": 9}}}
+ *     [layers.3]
+ *     window = 9
+ *
+ *   Lines may have tables, so TOML is lines with tables and quotes. [layers.0-5] is a table for six layers. Each
+ *   [[layers]] begins the next layer, and [[budget.ladder]] the next level. A table can also stand in braces, as in
+ *   model.rope = { dim = 64 }. Numbers may have underscores, and lists comments. Escapes in strings are not read: no
+ *   value needs one. In JSON, "layers" is an object of indices and ranges, or a list of objects. There, null leaves a
+ *   layer as it is.
  *
  * Recipe R9: a config as text, and back
  *     const char text[] = "preset = compact            # what follows overrides it\n"
@@ -433,11 +453,15 @@
  *                         "layers[31].head_dim = 256\n";
  *     static tkv_layer_config layers[32];              // memory for the exceptions
  *     const tkv_config_arrays arrays = {layers, 32, NULL, 0, NULL, 0};
+ *     const char toml[] = "[tiers]\nhot_tokens = 128\n[layers.2-5]\nwindow = 1_024\n";
  *     char back[1000];
  *     cfg = tkv_default_config();
  *     if (tkv_parse_config(&cfg, &arrays, text, strlen(text), reason, sizeof reason)) return puts(reason), 1;
  *     if (tkv_validate_config(&cfg, reason, sizeof reason)) return puts(reason), 1;
- *     if (tkv_print_config(&cfg, 1, back, sizeof back, NULL)) return 1;   // 1: JSON
+ *     if (tkv_print_config(&cfg, TKV_TEXT_JSON, back, sizeof back, NULL)) return 1;
+ *     puts(back);
+ *     if (tkv_parse_config(&cfg, &arrays, toml, strlen(toml), reason, sizeof reason)) return puts(reason), 1;
+ *     if (tkv_print_config(&cfg, TKV_TEXT_TOML, back, sizeof back, NULL)) return 1;
  *     puts(back);
  *     if (tkv_parse_config(&cfg, NULL, "tiers.hot_tokenz = 9", 20, reason, sizeof reason)) puts(reason);
  *     kv = NULL;
@@ -472,7 +496,17 @@
  *
  *   Pressure. The pressure is bytes used / budget, as a moving average. It starts level 1 at 80 % and the other
  *   levels at 95 %. cfg.budget.pressure has the thresholds, and the first and last level allowed. tkv_report_pressure
- *   adds a pressure from elsewhere, such as that of the whole process.
+ *   adds a pressure from elsewhere, such as that of the whole process. With cfg.budget.pressure.jump = 1, one sample
+ *   far above the average is enough. If it calls for two levels or more, the next append goes there at once. Set
+ *   thresholds that rise with the levels for that. The level falls as without it: one at a time, by the average.
+ *
+ *   Levels have names. tkv_get_level gives the tag of a level, which is the text of its formats, and its bytes against
+ *   FP16. They are the bytes of the blocks that the cache makes. tkv_find_level finds a level by its tag, for
+ *   tkv_set_level. The default ladder with heads of 64 channels:
+ *
+ *     level    0     1      2         3         4         5
+ *     tag      f16   q8     a40/r40   a30/r30   a25/r20   a20/r15
+ *     factor   1     .531   .254      .191      .145      .113
  *
  *   With cfg.budget.pressure.min_level = 3, blocks are coded by age from the first token on, even while memory is
  *   free. The default level 0 keeps more precision, and codes more blocks later.
@@ -1059,6 +1093,7 @@
 #define tkv_feedback TKV_NAME_(tkv_feedback)
 #define tkv_feedback_config TKV_NAME_(tkv_feedback_config)
 #define tkv_feedback_info TKV_NAME_(tkv_feedback_info)
+#define tkv_find_level TKV_NAME_(tkv_find_level)
 #define tkv_find_name TKV_NAME_(tkv_find_name)
 #define tkv_find_thresholds TKV_NAME_(tkv_find_thresholds)
 #define tkv_find_top_tokens TKV_NAME_(tkv_find_top_tokens)
@@ -1081,6 +1116,7 @@
 #define tkv_get_last_error TKV_NAME_(tkv_get_last_error)
 #define tkv_get_layer TKV_NAME_(tkv_get_layer)
 #define tkv_get_length TKV_NAME_(tkv_get_length)
+#define tkv_get_level TKV_NAME_(tkv_get_level)
 #define tkv_get_memory TKV_NAME_(tkv_get_memory)
 #define tkv_get_name TKV_NAME_(tkv_get_name)
 #define tkv_get_positions TKV_NAME_(tkv_get_positions)
@@ -1102,6 +1138,7 @@
 #define tkv_layer_config TKV_NAME_(tkv_layer_config)
 #define tkv_layer_info TKV_NAME_(tkv_layer_info)
 #define tkv_level TKV_NAME_(tkv_level)
+#define tkv_level_info TKV_NAME_(tkv_level_info)
 #define tkv_limits_config TKV_NAME_(tkv_limits_config)
 #define tkv_load_calibration TKV_NAME_(tkv_load_calibration)
 #define tkv_maintain TKV_NAME_(tkv_maintain)
@@ -1191,6 +1228,7 @@
 #define tkv_split_evict_budget TKV_NAME_(tkv_split_evict_budget)
 #define tkv_status TKV_NAME_(tkv_status)
 #define tkv_task TKV_NAME_(tkv_task)
+#define tkv_text_style TKV_NAME_(tkv_text_style)
 #define tkv_threshold TKV_NAME_(tkv_threshold)
 #define tkv_thresholds TKV_NAME_(tkv_thresholds)
 #define tkv_tier TKV_NAME_(tkv_tier)
@@ -1492,6 +1530,10 @@ typedef struct tkv_pressure_config {
     float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
     int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_get_budget */
     int max_level; /* highest level; 0: the last one; TKV_OFF: always level 0 */
+    /* 1: a sample at or above the threshold of a level two or more above the present one raises the level to it at
+     * once, and the average to the sample. 0: only the average raises the level. Levels fall one by one in both. A
+     * budget then skips the levels between. Levels with equal thresholds are passed together */
+    int jump;
 } tkv_pressure_config;
 
 /* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_update_importance and
@@ -2406,6 +2448,22 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
  * tighter, stored blocks follow as bytes are needed.
  * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+typedef struct tkv_level_info {
+    int level;    /* its ordinal: 0 is the loosest */
+    char tag[24]; /* the formats as a config text writes them: "f16", "q8", "a30/r30" */
+    /* of its oldest tokens, in most layers: those of the archive, or of the warm or hot tier if that takes all */
+    tkv_format_pair formats;
+    /* bytes of a block of the oldest tokens, metadata and padding included, divided by those in FP16; of all layers */
+    double memory_factor;
+} tkv_level_info;
+/* Reports a level of the ladder. The macro TKV_NO_REPORTS removes this function and the next one.
+ *   level   0 to n_levels - 1 (tkv_get_budget)
+ * Errors: TKV_ERR_ARG (there is no such level, or out is missing). Cost: O(layers); 5 KB of stack. */
+TKV_API tkv_status tkv_get_level(const tkv_cache *kv, int level, tkv_level_info *out);
+/* Finds the loosest level with a tag. The tag may be any text of a format pair: "a30/r30", "q8", "fp16" for "f16".
+ * Errors, *level unchanged: TKV_ERR_RANGE (no level has it), TKV_ERR_ARG (a pointer is missing).
+ * Cost: O(layers) for each level. */
+TKV_API tkv_status tkv_find_level(const tkv_cache *kv, const char *tag, int *level);
 /* Sets hot_tokens of all levels and layers, except those that keep everything exact. Layers keep their delays
  * (tkv_tiers_config). Without a budget, this ends reservations, as tkv_set_level does.
  * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
@@ -3182,20 +3240,35 @@ typedef enum tkv_name_kind {
 } tkv_name_kind;
 /* Returns the name of a value; NULL if there is no such kind or value. */
 TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
-/* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
+/* Finds the value of a name. Except with TKV_NO_REPORTS, "fp16", "fp8" and "q4" are names of f16, fp8-e4m3 and kivi4,
+ * here and in texts. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
 
-/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
- * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+/* >>texts. A config as text is lines `key = value`, TOML, or one JSON object. A text that begins with a brace is JSON.
+ * In all forms # begins a comment. Keys are names of fields. The text may be any bytes.
  *   key       model.n_layers, model.rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   table     [model.rope], [layers.3] or [layers.0-5]; the keys below it are relative to it
+ *   object    {"model": {"rope": {"dim": 64}}, "layers": {"0-5": {"window": 1024}}}, or { dim = 64 } in TOML
+ *   entries   [[layers]] for the next layer, or a list of objects; null leaves an entry as it is
+ *   string    "in quotes", 'in quotes' or, in lines, without
  *   length    a number, off or unlimited
  *   switch    false or true
- *   formats   a30/r20 for K and V, or one name for both
+ *   formats   a30/r20 for K and V, or one name for both; fp16, fp8, q4 are read as f16, fp8-e4m3, kivi4
  *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
- *   list      numbers with commas between them; budget.ladder[i] needs budget.n_levels
+ *   number    underscores between digits do not count: 1_024
+ *   list      numbers with commas between them, in [ ] or not; budget.ladder[i] needs budget.n_levels
  *   bits      names joined by +, such as format.fit = clip+norm
  *   preset    a name for tkv_apply_preset; applied before all keys except limits.max_tokens
+ * Not read: escapes in strings, and numbers in other bases than 10.
  * The macro TKV_NO_REPORTS removes all functions of this section. */
+/* The form in which tkv_print_config writes. Each of them is read back. */
+typedef enum tkv_text_style {
+    TKV_TEXT_LINES = 0,   /* lines `key = value`, with whole paths as keys */
+    TKV_TEXT_JSON,        /* one flat JSON object, with whole paths as keys */
+    TKV_TEXT_TOML,        /* TOML 1.0: a table for each group, [layers.3] for a layer */
+    TKV_TEXT_JSON_NESTED, /* JSON: an object for each group, "layers": {"3": { }} for a layer */
+    TKV_TEXT_COUNT
+} tkv_text_style;
 /* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
 typedef struct tkv_config_arrays {
     tkv_layer_config *layers;
@@ -3218,13 +3291,15 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
  * parallel_for, cfg.recompute and canaries have no text.
- *   json     0: lines; 1: JSON
+ *   style    a tkv_text_style
  *   buf      [size] bytes; NULL only counts
  *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included
  * Errors:
  *   TKV_ERR_CAPACITY   buf is too small; nothing is written
- *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
-TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+ *   TKV_ERR_CONFIG     a field has no text (NaN, or no such format)
+ *   TKV_ERR_ARG        there is no such style, or a pointer is missing
+ * Cost: O(size), twice. */
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int style, char *buf, size_t size, size_t *needed);
 
 typedef enum tkv_report_kind {
     TKV_REPORT_JSON = 0,   /* one JSON object */
@@ -8399,6 +8474,21 @@ static tkv_format tkvi_format_from_name(const char *name) {
         if (strcmp(name, tkvi_formats[f].name) == 0) return (tkv_format)f;
     return TKV_FORMAT_DEFAULT;
 }
+
+#ifndef TKV_NO_REPORTS
+/* Finds a format by its name, or by another one that is read and never written. q4 is KIVI4: its groups are those of
+ * Q8, it errs less than INT4 and FP4, and every build has it. */
+static tkv_format tkvi_find_format(const char *name) {
+    static const struct {
+        const char *name;
+        tkv_format format;
+    } others[] = {{"fp16", TKV_F16}, {"fp8", TKV_FP8_E4M3}, {"q4", TKV_KIVI4}};
+    int i;
+    for (i = 0; i < 3; i++)
+        if (strcmp(name, others[i].name) == 0) return others[i].format;
+    return tkvi_format_from_name(name);
+}
+#endif
 
 static const tkvi_word tkvi_words_scales[] = {
     {"group", TKV_SCALES_GROUP}, {"token", TKV_SCALES_TOKEN}, {"channel", TKV_SCALES_CHANNEL}, {NULL, 0}};
@@ -21605,6 +21695,8 @@ static const char *tkvi_isa_name(tkv_isa isa) {
  *     average   -> tighten while it is at or above the next threshold
  *               -> relax one level while it is below the present threshold - hysteresis
  *
+ * With cfg.jump, a pressure that is levels above the present one becomes the average.
+ *
  * A lock guards the state of a controller, so a reader always gets counters that match the level. Without atomics
  * (neither gcc nor clang) only one thread may use a controller.
  */
@@ -21614,9 +21706,9 @@ static const char *tkvi_isa_name(tkv_isa isa) {
 
 /* In the order of tkv_pressure_profile. */
 static const tkv_pressure_config tkvi_profiles[TKV_PROFILE_COUNT] = {
-    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0},
-    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF},
-    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0},
+    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0, 0},
+    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF, 0},
+    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0, 0},
 };
 
 static const char *tkvi_profile_name(tkv_pressure_profile p) {
@@ -21639,11 +21731,14 @@ static int tkvi_pressure_levels(const tkv_pressure_config *cfg) {
 /* Returns whether x is in [low, high]. A NaN is not, even with -ffast-math: the finite test reads bits. */
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
+static int tkvi_jump_is_left_out(const tkv_pressure_config *cfg) { return !TKVI_HAS_METER && cfg->jump; }
+
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
     const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
+    if (tkvi_jump_is_left_out(cfg)) return "TKV_NO_METER leaves jump out";
     if (!tkvi_profile_name(cfg->profile)) return "profile must be a tkv_pressure_profile";
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
     if (!any) {
@@ -21670,6 +21765,7 @@ static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_press
     if (cfg->max_level < 0 || cfg->max_level > n)
         return "max_level must be a level, TKV_OFF or 0 for the last";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    if (TKVI_HAS_METER && cfg->jump & ~1) return "jump must be 0 or 1";
     return NULL;
 }
 
@@ -21681,10 +21777,17 @@ static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
+/* Returns the level that a pressure raises `level` to, any number of levels up. */
+static int tkvi_raised_level(const tkv_pressure_config *cfg, float pressure, int level) {
+    const int n = tkvi_pressure_levels(cfg);
+    while (level < n && pressure >= tkvi_threshold(cfg, level)) level++;
+    return level;
+}
+
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
 static int tkvi_pressure_target(const tkv_pressure_config *cfg, float average, int level) {
-    int n = tkvi_pressure_levels(cfg), had = level;
-    while (level < n && average >= tkvi_threshold(cfg, level)) level++;
+    const int had = level;
+    level = tkvi_raised_level(cfg, average, level);
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
@@ -21719,6 +21822,9 @@ static void tkvi_pressure_take(tkv_pressure *p, float pressure) {
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
     now->average = now->samples ? now->average + a * (x - now->average) : x;
+    if (TKVI_HAS_METER && p->cfg.jump && x > now->average &&
+        tkvi_min(p->cfg.max_level, tkvi_raised_level(&p->cfg, x, now->level)) > now->level + 1)
+        now->average = x;
     now->trend += a * (step - now->trend);
     now->last = x;
     now->peak = x > now->peak ? x : now->peak;
@@ -24386,7 +24492,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st) {
         tkv_pressure_config full;
         wrong = tkvi_pressure_for(cfg, &full);
-        if (wrong) return tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
+        if (wrong) st = tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
+        if (wrong && tkvi_jump_is_left_out(&cfg->budget.pressure)) st = TKV_ERR_UNSUPPORTED;
     }
     if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));
@@ -32567,6 +32674,9 @@ static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, s
     target = tkvi_pressure_sample(
         &kv->budget.pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
+    if (TKVI_HAS_METER && p->jump && target > level + 1 &&
+        !(tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)))
+        tkvi_change_level(kv, target);
     level = kv->tables.level;
     kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) {
@@ -39411,6 +39521,12 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
             *value = i;
             return TKV_OK;
         }
+#ifndef TKV_NO_REPORTS
+    if (kind == TKV_NAME_FORMAT && tkvi_find_format(name) != TKV_FORMAT_DEFAULT) {
+        *value = (int)tkvi_find_format(name);
+        return TKV_OK;
+    }
+#endif
     return TKV_ERR_RANGE;
 }
 
@@ -40439,16 +40555,22 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
 #endif /* TKVI_REPORT_INFO_H */
 /* ======== report/text.h ======== */
 /*
- * report/text.h - reads and writes configs as text: lines of `key = value`, or one flat JSON object. The keys are
- * the names of the fields. A table has one row for each field; the row's kind gives the functions that read and
- * write it. To add a field, add a row.
+ * report/text.h - reads and writes configs as text: lines of `key = value`, TOML, or one JSON object. The keys are the
+ * names of the fields. A table has one row for each field; the row's kind gives the functions that read and write it.
+ * To add a field, add a row.
  *
  *     # comment                          {
- *     preset = balanced                    "preset": "balanced",
- *     n_layers = 32                        "n_layers": 32,
- *     archive = a30/r20                    "archive": "a30/r20",
- *     layers[0-5].window = 1024            "layers[0-5].window": 1024
+ *     model.n_layers = 32                  "model.n_layers": 32,
+ *     [tiers]                              "tiers": {
+ *     archive = "a30/r20"                    "archive": "a30/r20"
+ *                                          },
+ *     [layers.0-5]                         "layers": {"0-5": {
+ *     window = 1024                          "window": 1024
+ *                                          }}
  *                                        }
+ *
+ * The reader knows one form of a key: the whole path, such as layers[0-5].window. Headers of tables and objects are
+ * prefixes that it puts before the keys inside them.
  *
  * A text is read three times. The first pass checks it and changes nothing of the caller's. The second pass
  * applies the preset, the third all other values.
@@ -40463,9 +40585,13 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
 typedef struct tkvi_out {
     char *at; /* NULL: only count */
     size_t room, used;
-    int json;       /* 0: lines; 1: JSON; 2: JSON on one line */
-    int more;       /* 1: the object already has a value */
-    tkv_status bad; /* error: a value has no text */
+    int json;        /* 0: lines; 1: JSON; 2: JSON on one line */
+    int more;        /* 1: the object already has a value */
+    tkv_status bad;  /* error: a value has no text */
+    int tables;      /* 1: keys stand in tables (TOML) or in objects (JSON) */
+    char table[64];  /* the table of the last key, such as layers.3.rope */
+    const char *top; /* with tables: the first part of the names that are written now, up to a dot */
+    int inside;      /* with tables: 1: of these, the fields in groups of their own, such as model.rope.dim */
 } tkvi_out;
 
 static void tkvi_print_bytes(tkvi_out *o, const char *s, size_t n) {
@@ -40498,9 +40624,11 @@ static void tkvi_print_float(tkvi_out *o, float x) {
     tkvi_print(o, text);
 }
 
-/* In JSON, prints a quote. */
+/* JSON and TOML have strings in quotes, and lists in brackets. Lines have neither. */
+static int tkvi_has_quotes(const tkvi_out *o) { return o->json || o->tables; }
+
 static void tkvi_print_quote(tkvi_out *o) {
-    if (o->json) tkvi_print(o, "\"");
+    if (tkvi_has_quotes(o)) tkvi_print(o, "\"");
 }
 
 typedef void (*tkvi_writer)(tkvi_out *o, const void *what);
@@ -40550,7 +40678,15 @@ typedef struct tkvi_fields { /* rows of one struct */
 } tkvi_fields;
 
 #define TKVI_MAX_FIELDS 11
+#define TKVI_MAX_DEPTH 8      /* objects inside one another, with lists of them; fields need 4 */
+#define TKVI_LONGEST_PATH 128 /* a longer one is cut; the longest key has 31 characters */
 #define TKVI_SEEN_BYTES 12288 /* a bit per field: 23 fields of 4,096 layers, and 4,096 others */
+
+typedef struct tkvi_object { /* an object, or a list of objects, that has begun and not ended */
+    size_t path;             /* bytes of its path */
+    int entry;               /* a list: index of the next entry; -1: an object */
+    int begun;               /* 1: it has an item */
+} tkvi_object;
 
 typedef struct tkvi_parser {
     const tkvi_fields *fields;
@@ -40559,9 +40695,14 @@ typedef struct tkvi_parser {
     const tkv_config_arrays *room;
     /* the place in the text */
     const char *text, *at, *end;
-    int line, json, begun;
-    tkvi_span key, value;
+    int line, json;
+    tkvi_span key, value; /* the key is the whole path, in `path` */
     int key_line;
+    char path[TKVI_LONGEST_PATH];
+    size_t path_bytes, table;      /* of the key; of the TOML table that the text is in */
+    int n_tables[TKVI_MAX_FIELDS]; /* tables [[name]] of each list so far */
+    tkvi_object object[TKVI_MAX_DEPTH];
+    int depth;
     /* what the text has named so far */
     int highest[TKVI_MAX_FIELDS], highest_line[TKVI_MAX_FIELDS]; /* largest list index, plus 1; 0: none */
     int frequencies, frequencies_line;                           /* of model.rope: numbers, and line */
@@ -40633,6 +40774,30 @@ static int tkvi_digits(tkvi_span s, uint64_t *out) {
     return s.n > 0;
 }
 
+static int tkvi_is_digit(char c) { return c >= '0' && c <= '9'; }
+
+/* Returns a number without underscores between its digits, and without a plus sign: 1_024 is 1024. The copy is in
+ * `room`. A text that is no such number comes back as it is. */
+static tkvi_span tkvi_plain_number(tkvi_span s, char room[64]) {
+    tkvi_span plain = s;
+    size_t i, n = 0;
+    if (s.n > 1 && s.at[0] == '+' && tkvi_is_digit(s.at[1])) {
+        s.at++;
+        s.n--;
+        plain = s;
+    }
+    if (s.n > 64) return plain;
+    for (i = 0; i < s.n; i++) {
+        const int joins = s.at[i] == '_';
+        if (joins && (i == 0 || i + 1 == s.n || !tkvi_is_digit(s.at[i - 1]) || !tkvi_is_digit(s.at[i + 1])))
+            return plain;
+        if (!joins) room[n++] = s.at[i];
+    }
+    plain.at = room;
+    plain.n = n;
+    return plain;
+}
+
 /* Reads an int field, or an enum field; a compiler may store an enum in one byte. */
 static int tkvi_field_int(const tkvi_row *row, const void *at) {
     int x;
@@ -40648,13 +40813,15 @@ static const char *tkvi_word_at(const tkvi_row *row, int i, int *value) {
 }
 
 static int tkvi_read_int(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void *at) {
-    const int negative = s.n > 0 && s.at[0] == '-';
     const char *word;
     uint64_t n = 0;
     int x = 0, i;
     (void)r;
     for (i = 0; (word = tkvi_word_at(row, i, &x)) != NULL && !tkvi_span_is(s, word); i++) continue;
     if (!word) {
+        char room[64];
+        const int negative = s.n > 0 && s.at[0] == '-';
+        s = tkvi_plain_number(s, room);
         s.at += negative;
         s.n -= (size_t)negative;
         if (!tkvi_digits(s, &n) || n > 0x7fffffffu + (negative ? 1u : 0u)) return 0;
@@ -40686,9 +40853,11 @@ static int tkvi_read_size(tkvi_parser *r, const tkvi_row *row, tkvi_span s, void
     static const char letters[] = "KMGT";
     uint64_t whole = 0, part = 0, unit = 1;
     tkvi_span fraction;
+    char room[64];
     size_t i, bytes;
     (void)r;
     (void)row;
+    s = tkvi_plain_number(s, room);
     if (s.n > 2 && memcmp(s.at + s.n - 2, "iB", 2) == 0) {
         s.n -= 2;
         unit = 0; /* a letter must come before iB */
@@ -40723,9 +40892,13 @@ static void tkvi_write_size(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_print_count(o, bytes);
 }
 
-/* Reads a number, or the word zero, which is TKV_ZERO. In a JSON list the word has quotes. */
+/* Reads a number, or the word zero, which is TKV_ZERO. In a list of JSON or TOML the word has quotes. */
 static int tkvi_read_number(tkvi_span s, float *x) {
-    if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"")) return tkvi_float_read(s.at, s.n, x);
+    char room[64];
+    if (!tkvi_span_is(s, "zero") && !tkvi_span_is(s, "\"zero\"") && !tkvi_span_is(s, "'zero'")) {
+        s = tkvi_plain_number(s, room);
+        return tkvi_float_read(s.at, s.n, x);
+    }
     *x = TKV_ZERO;
     return 1;
 }
@@ -40756,27 +40929,47 @@ static void tkvi_write_float(const tkvi_row *row, const void *at, tkvi_out *o) {
     tkvi_write_number(x, o);
 }
 
+/* Removes blanks and comments from the front of s. */
+static void tkvi_skip_comments(tkvi_span *s) {
+    int comment = 0;
+    for (; s->n && (comment || *s->at == '#' || tkvi_blank(*s->at)); s->at++, s->n--)
+        comment = *s->at != '\n' && (comment || *s->at == '#');
+}
+
+/* Removes the first item of a list, and a comma behind it, from the front of s. Returns the item. */
+static tkvi_span tkvi_take_item(tkvi_span *s, int *has_comma) {
+    tkvi_span item;
+    tkvi_skip_comments(s);
+    item = *s;
+    for (; s->n && *s->at != ',' && *s->at != '#' && !tkvi_blank(*s->at); s->n--) s->at++;
+    item.n -= s->n;
+    tkvi_skip_comments(s);
+    *has_comma = s->n > 0 && *s->at == ',';
+    s->at += *has_comma;
+    s->n -= (size_t)*has_comma;
+    return item;
+}
+
 /* Reads up to `most` numbers with commas between them to `at` (NULL: only checks). Returns how many; 0: no list. */
 static int tkvi_read_list(tkvi_span s, int most, float *at) {
-    int n;
-    for (n = 0; n < most; n++) {
+    int n, has_comma = 1;
+    for (n = 0; n < most && has_comma; n++) {
         float x;
-        tkvi_span one = tkvi_split_front(&s, ',');
-        if (!tkvi_read_number(one, &x)) return 0;
+        const tkvi_span item = tkvi_take_item(&s, &has_comma);
+        if (!tkvi_read_number(item, &x)) return 0;
         if (at) at[n] = x;
-        if (s.n == 0) return s.at[-1] == ',' ? 0 : n + 1; /* no comma at the end */
     }
-    return 0;
+    return has_comma || s.n ? 0 : n;
 }
 
 static void tkvi_write_list(const float *x, int n, tkvi_out *o) {
     int i;
-    if (o->json) tkvi_print(o, "[");
+    if (tkvi_has_quotes(o)) tkvi_print(o, "[");
     for (i = 0; i < n; i++) {
         if (i) tkvi_print(o, ", ");
         tkvi_write_number(x[i], o);
     }
-    if (o->json) tkvi_print(o, "]");
+    if (tkvi_has_quotes(o)) tkvi_print(o, "]");
 }
 
 /* An array of floats; trailing zeros need not be written. */
@@ -40800,7 +40993,7 @@ static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
     if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
-    *out = tkvi_format_from_name(name);
+    *out = tkvi_find_format(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
 
@@ -41067,6 +41260,7 @@ static const tkvi_row tkvi_pressure_rows[] = {
     TKVI_ROW(tkv_pressure_config, alpha, TKVI_FLOAT, NULL),
     TKVI_ROW(tkv_pressure_config, min_level, TKVI_INT, NULL),
     TKVI_ROW(tkv_pressure_config, max_level, TKVI_INT, tkvi_words_off),
+    TKVI_ROW(tkv_pressure_config, jump, TKVI_INT, tkvi_words_switch),
 };
 
 static const tkvi_row tkvi_offload_rows[] = {
@@ -41196,10 +41390,48 @@ static const char *tkvi_last_part(const char *name) {
     return last;
 }
 
-/* Appends the error for an unknown key, with the nearest known key. The key may lack its group. */
-static void tkvi_append_unknown(tkvi_parser *r) {
+/* Bytes of the groups in front of a field's name, without the last dot: 4 of rope.dim. */
+static size_t tkvi_parent_bytes(const char *name) {
+    const size_t n = (size_t)(tkvi_last_part(name) - name);
+    return n ? n - 1 : 0;
+}
+
+/* Appends the name of a field, or (is_group) of the group that it is in. */
+static void tkvi_append_field(tkvi_text *t, const tkvi_fields *g, const char *name, int is_group) {
+    char field[64];
+    tkvi_span s;
+    s.at = name;
+    s.n = is_group ? tkvi_parent_bytes(name) : strlen(name);
+    tkvi_copied(s, field, sizeof field);
+    if (g->name) tkvi_append_text(t, g->name);
+    if (g->most) {
+        tkvi_append_text(t, "[i] or [i-j], up to ");
+        tkvi_append_int(t, g->most - 1);
+        if (s.n) tkvi_append_text(t, ", and ");
+    }
+    if (g->name && s.n) tkvi_append_text(t, ".");
+    tkvi_append_text(t, field);
+}
+
+/* Compares the key with a field, or with its group: the edit distance of the nearer one of whole name and last part. */
+static int tkvi_distance_to(const char *key, const tkvi_fields *g, const char *field, int is_group) {
+    char name[64];
+    size_t n;
+    tkvi_text at = tkvi_text_begin(name, sizeof name);
+    if (g->name) tkvi_append_text(&at, g->name);
+    if (g->name) tkvi_append_text(&at, ".");
+    tkvi_append_text(&at, field);
+    n = tkvi_parent_bytes(name);
+    if (is_group) name[n] = 0;
+    if (is_group && !n) return 64;
+    return tkvi_min(tkvi_distance(key, name), tkvi_distance(key, tkvi_last_part(name)));
+}
+
+/* Appends the error for an unknown key, with the nearest known one. The key may lack its group. is_group: the text has
+ * keys inside it. */
+static void tkvi_append_unknown(tkvi_parser *r, int is_group) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
-    char key[48], name[64];
+    char key[48];
     size_t i, n = 0;
     int g, row, inside = 0, best = 4, best_g = -1, best_row = 0;
     for (i = 0; i < r->key.n && n + 1 < sizeof key; i++) { /* compares layers[3].window as layers.window */
@@ -41210,31 +41442,21 @@ static void tkvi_append_unknown(tkvi_parser *r) {
     key[n] = 0;
     for (g = 0; g < r->n_fields; g++)
         for (row = 0; row < r->fields[g].n_rows; row++) {
-            tkvi_text at = tkvi_text_begin(name, sizeof name);
-            int distance;
-            if (r->fields[g].name) tkvi_append_text(&at, r->fields[g].name);
-            if (r->fields[g].name) tkvi_append_text(&at, ".");
-            tkvi_append_text(&at, r->fields[g].row[row].name);
-            distance = tkvi_min(tkvi_distance(key, name), tkvi_distance(key, tkvi_last_part(name)));
+            const int distance = tkvi_distance_to(key, &r->fields[g], r->fields[g].row[row].name, is_group);
             if (distance >= best) continue;
             best = distance;
             best_g = g;
             best_row = row;
         }
     tkvi_append_span(t, r->key);
-    tkvi_append_text(t, " is no key; ");
-    tkvi_append_text(t, best_g < 0 ? "keys are the fields of the config" : "the nearest one is ");
-    if (best_g < 0) return;
-    if (r->fields[best_g].name) {
-        tkvi_append_text(t, r->fields[best_g].name);
-        if (r->fields[best_g].most) {
-            tkvi_append_text(t, "[i] or [i-j], up to ");
-            tkvi_append_int(t, r->fields[best_g].most - 1);
-            tkvi_append_text(t, ", and ");
-        }
-        tkvi_append_text(t, ".");
+    tkvi_append_text(t, is_group ? " is no group of fields; " : " is no key; ");
+    if (best_g < 0) {
+        tkvi_append_text(t, is_group ? "groups are model, tiers and the others of the config"
+                                     : "keys are the fields of the config");
+        return;
     }
-    tkvi_append_text(t, r->fields[best_g].row[best_row].name);
+    tkvi_append_text(t, "the nearest one is ");
+    tkvi_append_field(t, &r->fields[best_g], r->fields[best_g].row[best_row].name, is_group);
 }
 
 static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
@@ -41252,109 +41474,7 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     }
 }
 
-/* >>scanning: finds the next key and its value */
-/* Skips blanks, ends of lines and comments. */
-static void tkvi_skip(tkvi_parser *r) {
-    int comment = 0;
-    for (; r->at < r->end && (comment || *r->at == '#' || tkvi_blank(*r->at)); r->at++) {
-        comment = *r->at != '\n' && (comment || *r->at == '#');
-        r->line += *r->at == '\n';
-    }
-}
-
-static int tkvi_is_next(const tkvi_parser *r, char c) { return r->at < r->end && *r->at == c; }
-
-/* Reads up to the closing character; the present character is the opening one. *out excludes both. Returns 1, or -1
- * after an error. */
-static int tkvi_enclosed(tkvi_parser *r, char close, tkvi_span *out) {
-    const char *from = ++r->at;
-    for (; r->at < r->end && *r->at != close; r->at++) {
-        if (*r->at == '\n' && close == '"') break;
-        if (*r->at == '\\') return tkvi_unreadable(r, "there is a backslash; no key and no value needs one");
-        r->line += *r->at == '\n';
-    }
-    if (!tkvi_is_next(r, close))
-        return tkvi_unreadable(r, close == '"' ? "a \" is missing" : "a ] is missing");
-    *out = tkvi_trimmed(from, r->at++);
-    return 1;
-}
-
-static int tkvi_one_of(char c, const char *set) {
-    while (*set && *set != c) set++;
-    return *set != 0;
-}
-
-/* Reads a value: "in quotes", [a list], or plain text up to one of the characters in `ends`. */
-static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
-    const char *from;
-    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
-    if (tkvi_is_next(r, '"')) return tkvi_enclosed(r, '"', &r->value);
-    if (tkvi_is_next(r, '[')) return tkvi_enclosed(r, ']', &r->value);
-    if (tkvi_is_next(r, '{'))
-        return tkvi_unreadable(r, "an object in an object; write \"model.rope.dim\": 64 instead");
-    for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
-    r->value = tkvi_trimmed(from, r->at);
-    return 1;
-}
-
-/* Reads a line `key = value`. Returns 1, or -1 after an error, with the reason written. */
-static int tkvi_next_line(tkvi_parser *r) {
-    const char *from = r->at;
-    while (r->at < r->end && !tkvi_one_of(*r->at, "=\n#")) r->at++;
-    r->key = tkvi_trimmed(from, r->at);
-    if (!tkvi_is_next(r, '=')) return tkvi_unreadable(r, "there is no =; write key = value");
-    r->at++;
-    if (tkvi_scan_value(r, "\n#") < 0) return -1;
-    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
-    if (r->at < r->end && !tkvi_one_of(*r->at, "\n#"))
-        return tkvi_unreadable(r, "something follows the value");
-    return 1;
-}
-
-/* Reads the next pair of a JSON object. Returns 1, 0 at the end, or -1 after an error. */
-static int tkvi_next_pair(tkvi_parser *r) {
-    const int first = !r->begun;
-    if (first) r->at++; /* the brace */
-    r->begun = 1;
-    tkvi_skip(r);
-    if (tkvi_is_next(r, '}')) {
-        r->at++;
-        tkvi_skip(r);
-        return r->at < r->end ? tkvi_unreadable(r, "something follows the object") : 0;
-    }
-    if (!first) {
-        if (!tkvi_is_next(r, ',')) return tkvi_unreadable(r, "a , or a } is missing");
-        r->at++;
-        tkvi_skip(r);
-    }
-    r->key_line = r->line;
-    if (!tkvi_is_next(r, '"')) return tkvi_unreadable(r, "a key in quotes is missing");
-    if (tkvi_enclosed(r, '"', &r->key) < 0) return -1;
-    tkvi_skip(r);
-    if (!tkvi_is_next(r, ':')) return tkvi_unreadable(r, "a : is missing after the key");
-    r->at++;
-    tkvi_skip(r);
-    return tkvi_scan_value(r, ",}#\n");
-}
-
-/* Reads the next key and value. Returns 1, 0 at the end, or -1 after an error. */
-static int tkvi_next(tkvi_parser *r) {
-    if (!r->json || r->begun) tkvi_skip(r);
-    r->key_line = r->line;
-    if (r->json) return tkvi_next_pair(r);
-    return r->at < r->end ? tkvi_next_line(r) : 0;
-}
-
-static void tkvi_rewind(tkvi_parser *r) {
-    r->at = r->text;
-    r->line = 1;
-    r->begun = 0;
-    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* a byte order mark */
-    tkvi_skip(r);
-    r->json = tkvi_is_next(r, '{');
-}
-
-/* >>reading */
+/* >>paths */
 /* Removes `name` from the front of s. Returns 0 if s does not begin with it. */
 static int tkvi_take(tkvi_span *s, const char *name) {
     const size_t n = strlen(name);
@@ -41375,27 +41495,396 @@ static int tkvi_take_index(tkvi_span *s, int most) {
     return (int)n;
 }
 
+/* Removes the name of a group, and the index or range of a list's entries, from the front of a key. Returns 0 if it
+ * does not begin with them. */
+static int tkvi_take_group(tkvi_span *key, const tkvi_fields *g, int *from, int *to) {
+    *from = *to = 0;
+    if (g->name && !tkvi_take(key, g->name)) return 0;
+    if (!g->most) return 1;
+    if (!tkvi_take(key, "[")) return 0;
+    *from = *to = tkvi_take_index(key, g->most);
+    if (*from >= 0 && tkvi_take(key, "-")) *to = tkvi_take_index(key, g->most);
+    return *from >= 0 && *to >= *from && tkvi_take(key, "]");
+}
+
 /* Finds the row of the present key, its group and, in a list, the entries `from` to `to`. NULL: unknown key. */
 static const tkvi_row *tkvi_find_row(const tkvi_parser *r, int *group, int *from, int *to) {
     int i;
     for (*group = 0; *group < r->n_fields; ++*group) {
         const tkvi_fields *g = &r->fields[*group];
         tkvi_span field = r->key;
-        *from = *to = 0;
-        if (g->name && !tkvi_take(&field, g->name)) continue;
-        if (g->most) {
-            if (!tkvi_take(&field, "[")) continue;
-            *from = *to = tkvi_take_index(&field, g->most);
-            if (*from >= 0 && tkvi_take(&field, "-")) *to = tkvi_take_index(&field, g->most);
-            if (*to < *from || *from < 0 || !tkvi_take(&field, "]")) continue;
-        }
-        if (g->name && !tkvi_take(&field, ".")) continue;
+        if (!tkvi_take_group(&field, g, from, to) || (g->name && !tkvi_take(&field, "."))) continue;
         for (i = 0; i < g->n_rows; i++)
             if (tkvi_span_is(field, g->row[i].name)) return &g->row[i];
     }
     return NULL;
 }
 
+/* 1 if the path is a group above `name`: model of model.rope. */
+static int tkvi_is_above(tkvi_span path, const char *name) {
+    return strlen(name) > path.n && memcmp(name, path.at, path.n) == 0 && name[path.n] == '.';
+}
+
+/* 1 if the present key is a group of fields, a list of groups, or an entry of one. */
+static int tkvi_is_group(const tkvi_parser *r) {
+    int g, i, from, to;
+    for (g = 0; g < r->n_fields; g++) {
+        const tkvi_fields *f = &r->fields[g];
+        tkvi_span rest = r->key;
+        if (f->name && (tkvi_span_is(r->key, f->name) || tkvi_is_above(r->key, f->name))) return 1;
+        if (!tkvi_take_group(&rest, f, &from, &to)) continue;
+        if (f->name && !rest.n) return 1;
+        if (f->name && !tkvi_take(&rest, ".")) continue;
+        for (i = 0; i < f->n_rows; i++)
+            if (tkvi_is_above(rest, f->row[i].name)) return 1;
+    }
+    return 0;
+}
+
+/* The list whose name is the present key; -1: it names none. */
+static int tkvi_find_list(const tkvi_parser *r) {
+    int g;
+    for (g = 0; g < r->n_fields; g++)
+        if (r->fields[g].most && tkvi_span_is(r->key, r->fields[g].name)) return g;
+    return -1;
+}
+
+static void tkvi_extend_path(tkvi_parser *r, const char *s, size_t n) {
+    const size_t left = sizeof r->path - r->path_bytes;
+    memcpy(r->path + r->path_bytes, s, n < left ? n : left);
+    r->path_bytes += n < left ? n : left;
+    r->key.at = r->path;
+    r->key.n = r->path_bytes;
+}
+
+/* Adds names with dots between them to the path. A name that begins with a digit is the index of an entry: 3 is [3]. */
+static void tkvi_add_names(tkvi_parser *r, tkvi_span names, int *is_first) {
+    const char *from = names.at, *const end = names.at + names.n, *at;
+    for (at = from;; at++) {
+        tkvi_span name;
+        int is_index;
+        if (at < end && *at != '.') continue;
+        name = tkvi_trimmed(from, at);
+        is_index = !*is_first && name.n > 0 && tkvi_is_digit(*name.at);
+        if (!*is_first) tkvi_extend_path(r, is_index ? "[" : ".", 1);
+        tkvi_extend_path(r, name.at, name.n);
+        if (is_index) tkvi_extend_path(r, "]", 1);
+        *is_first = 0;
+        if (at == end) return;
+        from = at + 1;
+    }
+}
+
+/* Removes a part of a key and the dot behind it from the front of s. Returns it, without quotes if it may have them. */
+static tkvi_span tkvi_take_part(tkvi_span *s, int may_have_quotes, int *has_more) {
+    const tkvi_span all = tkvi_trimmed(s->at, s->at + s->n);
+    tkvi_span part = all;
+    size_t n = 0;
+    if (may_have_quotes && all.n && (*all.at == '"' || *all.at == '\'')) {
+        for (n = 1; n < all.n && all.at[n] != *all.at; n++) continue;
+        part = tkvi_trimmed(all.at + 1, all.at + n);
+        for (n++; n < all.n && tkvi_blank(all.at[n]); n++) continue;
+        if (n > all.n || (n < all.n && all.at[n] != '.')) n = 0; /* not one string */
+    }
+    if (n == 0) {
+        while (n < all.n && all.at[n] != '.') n++;
+        part = tkvi_trimmed(all.at, all.at + n);
+    }
+    *has_more = n < all.n;
+    s->at = all.at + n + *has_more;
+    s->n = all.n - n - (size_t)*has_more;
+    return part;
+}
+
+/* Makes `s`, below the first `above` bytes of the path, the present key. In lines, parts of s may be in quotes. */
+static void tkvi_set_key(tkvi_parser *r, size_t above, tkvi_span s) {
+    int is_first = above == 0, has_more = 1;
+    r->path_bytes = above;
+    while (has_more) {
+        const tkvi_span part = tkvi_take_part(&s, !r->json, &has_more);
+        tkvi_add_names(r, part, &is_first);
+    }
+}
+
+/* Makes entry i of a list, whose path has `above` bytes, the present key. */
+static void tkvi_set_entry(tkvi_parser *r, size_t above, int i) {
+    char digits[16];
+    tkvi_text t = tkvi_text_begin(digits, sizeof digits);
+    tkvi_append_int(&t, i);
+    r->path_bytes = above;
+    tkvi_extend_path(r, "[", 1);
+    tkvi_extend_path(r, digits, strlen(digits));
+    tkvi_extend_path(r, "]", 1);
+}
+
+/* >>scanning: finds the next key and its value */
+/* Skips blanks, ends of lines and comments. */
+static void tkvi_skip(tkvi_parser *r) {
+    int comment = 0;
+    for (; r->at < r->end && (comment || *r->at == '#' || tkvi_blank(*r->at)); r->at++) {
+        comment = *r->at != '\n' && (comment || *r->at == '#');
+        r->line += *r->at == '\n';
+    }
+}
+
+static int tkvi_is_next(const tkvi_parser *r, char c) { return r->at < r->end && *r->at == c; }
+
+/* Reads a string up to the next character like the present one, a quote. *out excludes both. Returns 1, or -1 after an
+ * error. */
+static int tkvi_scan_string(tkvi_parser *r, tkvi_span *out) {
+    const char quote = *r->at, *from = ++r->at;
+    for (; r->at < r->end && *r->at != quote && *r->at != '\n'; r->at++)
+        if (*r->at == '\\') return tkvi_unreadable(r, "there is a backslash; no key and no value needs one");
+    if (!tkvi_is_next(r, quote))
+        return tkvi_unreadable(r, quote == '"' ? "a \" is missing" : "a ' is missing");
+    *out = tkvi_trimmed(from, r->at++);
+    return 1;
+}
+
+/* Reads a list up to the next ]. It may have comments and, except in JSON, a comma at the end. */
+static int tkvi_scan_list(tkvi_parser *r) {
+    const char *from = ++r->at, *end = from;
+    int comment = 0;
+    for (; r->at < r->end && (comment || *r->at != ']'); r->at++) {
+        comment = *r->at != '\n' && (comment || *r->at == '#');
+        r->line += *r->at == '\n';
+        if (!comment && *r->at == '\\')
+            return tkvi_unreadable(r, "there is a backslash; no key and no value needs one");
+        if (!comment && !tkvi_blank(*r->at)) end = r->at + 1;
+    }
+    if (!tkvi_is_next(r, ']')) return tkvi_unreadable(r, "a ] is missing");
+    r->at++;
+    if (!r->json && end > from && end[-1] == ',') end--;
+    r->value = tkvi_trimmed(from, end);
+    return 1;
+}
+
+static int tkvi_one_of(char c, const char *set) {
+    while (*set && *set != c) set++;
+    return *set != 0;
+}
+
+static void tkvi_skip_blanks_of_line(tkvi_parser *r) {
+    while (r->at < r->end && *r->at != '\n' && tkvi_blank(*r->at)) r->at++;
+}
+
+/* Reads a value: in quotes, [a list], or plain text up to one of the characters in `ends`. */
+static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
+    const char *from;
+    tkvi_skip_blanks_of_line(r);
+    if (tkvi_is_next(r, '"') || (!r->json && tkvi_is_next(r, '\''))) return tkvi_scan_string(r, &r->value);
+    if (tkvi_is_next(r, '[')) return tkvi_scan_list(r);
+    for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
+    r->value = tkvi_trimmed(from, r->at);
+    return 1;
+}
+
+/* Begins an object, or a list of objects, at the present key. Returns 1, or -1 after an error. */
+static int tkvi_begin_object(tkvi_parser *r, int is_list) {
+    int group, from, to;
+    const tkvi_row *row = tkvi_find_row(r, &group, &from, &to);
+    tkvi_object *o = &r->object[r->depth];
+    r->value.at = r->at;
+    r->value.n = 1;
+    if (row) tkvi_append_bad_value(r, row);
+    else if (!tkvi_is_group(r)) tkvi_append_unknown(r, 1);
+    else if (r->depth == TKVI_MAX_DEPTH) (void)tkvi_unreadable(r, "objects lie too deep inside one another");
+    else {
+        o->path = r->path_bytes;
+        o->entry = is_list ? 0 : -1;
+        o->begun = 0;
+        r->depth++;
+        r->at++;
+        return 1;
+    }
+    return -1;
+}
+
+/* Reads a key and what separates it from its value. ends: what a key outside of quotes cannot have. */
+static int tkvi_scan_key(tkvi_parser *r, size_t above, const char *ends) {
+    tkvi_span key;
+    if (r->json) {
+        if (!tkvi_is_next(r, '"')) return tkvi_unreadable(r, "a key in quotes is missing");
+        if (tkvi_scan_string(r, &key) < 0) return -1;
+        tkvi_skip(r);
+        if (!tkvi_is_next(r, ':')) return tkvi_unreadable(r, "a : is missing after the key");
+    } else {
+        const char *from = r->at;
+        while (r->at < r->end && !tkvi_one_of(*r->at, ends)) r->at++;
+        key = tkvi_trimmed(from, r->at);
+        if (!tkvi_is_next(r, '=')) return tkvi_unreadable(r, "there is no =; write key = value");
+    }
+    r->at++;
+    tkvi_set_key(r, above, key);
+    return 1;
+}
+
+/* Reads the { of a list's next entry, or null. Returns 1, or -1 after an error. */
+static int tkvi_next_entry(tkvi_parser *r, tkvi_object *list) {
+    tkvi_set_entry(r, list->path, list->entry++);
+    if (tkvi_is_next(r, '{')) return tkvi_begin_object(r, 0);
+    if (!tkvi_is_group(r)) {
+        tkvi_append_unknown(r, 1);
+        return -1;
+    }
+    if (r->json && r->end - r->at >= 4 && memcmp(r->at, "null", 4) == 0) {
+        r->at += 4;
+        return 1;
+    }
+    tkvi_append_span(tkvi_append_line(r, r->line), r->key);
+    tkvi_append_text(&r->reason,
+                     r->json ? " is no object; it must be { } or null" : " is no table; it must be { }");
+    return -1;
+}
+
+/* Begins what the present key has in the place of a value: an object or a list of them. 0: it has a value. */
+static int tkvi_begin_inside(tkvi_parser *r) {
+    if (tkvi_is_next(r, '{')) return tkvi_begin_object(r, 0);
+    if (tkvi_is_next(r, '[') && tkvi_find_list(r) >= 0) return tkvi_begin_object(r, 1);
+    return 0;
+}
+
+/* Goes to the next key in the objects that have begun. Returns 1 in front of its value, 0 if all have ended, -1 after
+ * an error. */
+static int tkvi_next_inside(tkvi_parser *r) {
+    while (r->depth > 0) {
+        tkvi_object *o = &r->object[r->depth - 1];
+        const int is_list = o->entry >= 0;
+        int has_comma, begins;
+        tkvi_skip(r);
+        has_comma = o->begun && tkvi_is_next(r, ',');
+        r->at += has_comma;
+        if (has_comma) tkvi_skip(r);
+        if (tkvi_is_next(r, is_list ? ']' : '}') && !(has_comma && r->json)) {
+            r->at++;
+            r->depth--;
+            continue;
+        }
+        if (o->begun && !has_comma)
+            return tkvi_unreadable(r, is_list ? "a , or a ] is missing" : "a , or a } is missing");
+        o->begun = 1;
+        r->key_line = r->line;
+        if (!is_list) {
+            if (tkvi_scan_key(r, o->path, "=,{}\n#") < 0) return -1;
+            tkvi_skip(r);
+        }
+        begins = is_list ? tkvi_next_entry(r, o) : tkvi_begin_inside(r);
+        if (begins <= 0) return begins < 0 ? -1 : 1;
+    }
+    return 0;
+}
+
+/* Makes the next entry of the list [[name]] the present key. Returns 1, or -1 after an error. */
+static int tkvi_add_table(tkvi_parser *r) {
+    const int list = tkvi_find_list(r);
+    int g, any = 0;
+    if (list >= 0) {
+        tkvi_set_entry(r, r->path_bytes, r->n_tables[list]++);
+        return 1;
+    }
+    tkvi_append_span(tkvi_append_line(r, r->line), r->key);
+    tkvi_append_text(&r->reason, " is no list; lists are ");
+    for (g = 0; g < r->n_fields; g++) {
+        if (!r->fields[g].most) continue;
+        if (any++) tkvi_append_text(&r->reason, " and ");
+        tkvi_append_text(&r->reason, r->fields[g].name);
+    }
+    return -1;
+}
+
+/* Behind [[layers]], the table layers.rope is that of the newest entry: layers[0].rope. */
+static void tkvi_find_newest_table(tkvi_parser *r) {
+    char below[TKVI_LONGEST_PATH];
+    int g;
+    for (g = 0; g < r->n_fields; g++) {
+        tkvi_span rest = r->key;
+        if (!r->n_tables[g] || !tkvi_take(&rest, r->fields[g].name) || !tkvi_take(&rest, ".")) continue;
+        memcpy(below, rest.at, rest.n);
+        tkvi_set_entry(r, r->path_bytes - rest.n - 1, r->n_tables[g] - 1);
+        tkvi_extend_path(r, ".", 1);
+        tkvi_extend_path(r, below, rest.n);
+        return;
+    }
+}
+
+/* Reads a header: [table], or [[list]] for its next entry. Returns 1, or -1 after an error. */
+static int tkvi_read_header(tkvi_parser *r) {
+    const char *from = r->at;
+    tkvi_span s;
+    size_t brackets;
+    while (r->at < r->end && !tkvi_one_of(*r->at, "\n#")) r->at++;
+    s = tkvi_trimmed(from, r->at);
+    if (s.n < 2 || s.at[s.n - 1] != ']') return tkvi_unreadable(r, "a ] is missing at the end of a [table]");
+    brackets = s.n > 3 && s.at[1] == '[' && s.at[s.n - 2] == ']' ? 2 : 1;
+    tkvi_set_key(r, 0, tkvi_trimmed(s.at + brackets, s.at + s.n - brackets));
+    if (brackets == 2 && tkvi_add_table(r) < 0) return -1;
+    if (brackets == 1) tkvi_find_newest_table(r);
+    r->table = r->path_bytes;
+    if (tkvi_is_group(r)) return 1;
+    tkvi_append_unknown(r, 1);
+    return -1;
+}
+
+/* Checks that nothing but a comment follows in the line. Returns 1, or -1 after an error. */
+static int tkvi_end_line(tkvi_parser *r) {
+    tkvi_skip_blanks_of_line(r);
+    if (r->at < r->end && !tkvi_one_of(*r->at, "\n#"))
+        return tkvi_unreadable(r, "something follows the value");
+    return 1;
+}
+
+/* Reads the next `key = value` of lines. Returns 1, 0 at the end, or -1 after an error. */
+static int tkvi_next_line(tkvi_parser *r) {
+    for (;;) {
+        const int was_inside = r->depth > 0;
+        int begins = tkvi_next_inside(r);
+        if (begins < 0) return -1;
+        if (begins) return tkvi_scan_value(r, ",}#\n");
+        if (was_inside && tkvi_end_line(r) < 0) return -1;
+        tkvi_skip(r);
+        r->key_line = r->line;
+        if (r->at == r->end) return 0;
+        if (tkvi_is_next(r, '[')) {
+            if (tkvi_read_header(r) < 0) return -1;
+            continue;
+        }
+        if (tkvi_scan_key(r, r->table, "=\n#") < 0) return -1;
+        tkvi_skip_blanks_of_line(r);
+        begins = tkvi_begin_inside(r);
+        if (begins < 0) return -1;
+        if (!begins) return tkvi_scan_value(r, "\n#") < 0 ? -1 : tkvi_end_line(r);
+    }
+}
+
+/* Reads the next pair of a JSON object. Returns 1, 0 at the end, or -1 after an error. */
+static int tkvi_next_pair(tkvi_parser *r) {
+    const int found = tkvi_next_inside(r);
+    if (found) return found < 0 ? -1 : tkvi_scan_value(r, ",}#\n");
+    tkvi_skip(r);
+    return r->at < r->end ? tkvi_unreadable(r, "something follows the object") : 0;
+}
+
+/* Reads the next key and value. Returns 1, 0 at the end, or -1 after an error. */
+static int tkvi_next(tkvi_parser *r) { return r->json ? tkvi_next_pair(r) : tkvi_next_line(r); }
+
+static void tkvi_rewind(tkvi_parser *r) {
+    r->at = r->text;
+    r->line = 1;
+    r->table = 0;
+    r->depth = 0;
+    memset(r->n_tables, 0, sizeof r->n_tables);
+    if (r->end - r->at >= 3 && memcmp(r->at, "\xef\xbb\xbf", 3) == 0) r->at += 3; /* a byte order mark */
+    tkvi_skip(r);
+    r->json = tkvi_is_next(r, '{');
+    if (!r->json) return;
+    r->at++;
+    r->depth = 1;
+    r->object[0].path = 0;
+    r->object[0].entry = -1;
+    r->object[0].begun = 0;
+}
+
+/* >>reading */
 /* Marks a field as given. Returns 0 if it was marked already. */
 static int tkvi_mark_seen(tkvi_parser *r, int group, int index, const tkvi_row *row) {
     size_t bit = (size_t)index * (size_t)r->fields[group].n_rows + (size_t)(row - r->fields[group].row);
@@ -41433,7 +41922,7 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
         const tkvi_row *row = tkvi_find_row(r, &g, &from, &to);
         int begins;
         if (!row) {
-            tkvi_append_unknown(r);
+            tkvi_append_unknown(r, 0);
             return TKV_ERR_CONFIG;
         }
         begins = !tkvi_kinds[row->kind].write;
@@ -41601,19 +42090,108 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
 }
 
 /* >>writing */
-static void tkvi_print_key(tkvi_out *o, const tkvi_fields *g, int index, const char *name) {
-    if (o->json && o->more) tkvi_print(o, ",");
-    if (o->json) tkvi_print(o, o->json == 1 ? "\n  \"" : o->more ? " \"" : "\"");
-    o->more = 1;
-    if (g && g->name) tkvi_print(o, g->name);
-    if (g && g->most) {
-        tkvi_print(o, "[");
-        tkvi_print_int(o, index);
-        tkvi_print(o, "]");
+/* Number of names in a path of n bytes. */
+static int tkvi_n_names(const char *path, size_t n) {
+    int names = n > 0;
+    size_t i;
+    for (i = 0; i < n; i++) names += path[i] == '.';
+    return names;
+}
+
+/* Bytes of the groups that a table and a path of n bytes have in common. */
+static size_t tkvi_common_bytes(const char *table, const char *path, size_t n) {
+    size_t common = 0, i;
+    for (i = 0;; i++) {
+        if ((!table[i] || table[i] == '.') && (i == n || path[i] == '.')) common = i;
+        if (!table[i] || i == n || table[i] != path[i]) return common;
     }
-    if (g && g->name) tkvi_print(o, ".");
-    tkvi_print(o, name);
+}
+
+/* Begins an item of a JSON object, `depth` objects inside the outermost one. */
+static void tkvi_print_item(tkvi_out *o, int depth) {
+    if (o->more) tkvi_print(o, ",");
+    if (o->json == 1) tkvi_print(o, "\n");
+    else if (o->more) tkvi_print(o, " ");
+    for (; o->json == 1 && depth >= 0; depth--) tkvi_print(o, "  ");
+    o->more = 1;
+}
+
+/* Ends JSON objects until `depth` are left inside the outermost one. */
+static void tkvi_print_ends(tkvi_out *o, int depth) {
+    int i;
+    for (i = tkvi_n_names(o->table, strlen(o->table)); i > depth; i--) {
+        o->more = 0;
+        tkvi_print_item(o, i - 1);
+        tkvi_print(o, "}");
+    }
+}
+
+/* Goes to the object that is the first n bytes of the path. */
+static void tkvi_enter_object(tkvi_out *o, const char *path, size_t n) {
+    size_t from = tkvi_common_bytes(o->table, path, n), end;
+    int depth = tkvi_n_names(path, from);
+    tkvi_print_ends(o, depth);
+    for (from += from > 0; from < n; from = end + 1) {
+        for (end = from; end < n && path[end] != '.'; end++) continue;
+        tkvi_print_item(o, depth++);
+        tkvi_print(o, "\"");
+        tkvi_print_bytes(o, path + from, end - from);
+        tkvi_print(o, "\": {");
+        o->more = 0;
+    }
+}
+
+/* Goes to the table that is the first n bytes of the path. */
+static void tkvi_enter_table(tkvi_out *o, const char *path, size_t n) {
+    if (strlen(o->table) == n && memcmp(o->table, path, n) == 0) return;
+    if (o->json) tkvi_enter_object(o, path, n);
+    memcpy(o->table, path, n);
+    o->table[n] = 0;
+    if (o->json) return;
+    tkvi_print(o, o->more ? "\n[" : "[");
+    tkvi_print(o, o->table);
+    tkvi_print(o, "]\n");
+}
+
+/* Prints the key of a field, up to its value. index: of a list's entry. */
+static void tkvi_print_key(tkvi_out *o, const tkvi_fields *g, int index, const char *name) {
+    char path[64];
+    tkvi_text t = tkvi_text_begin(path, sizeof path);
+    size_t n = 0;
+    if (g->name) tkvi_append_text(&t, g->name);
+    if (g->most) tkvi_append_text(&t, o->tables ? "." : "[");
+    if (g->most) tkvi_append_int(&t, index);
+    if (g->most && !o->tables) tkvi_append_text(&t, "]");
+    if (g->name) tkvi_append_text(&t, ".");
+    tkvi_append_text(&t, name);
+    if (o->tables) {
+        n = tkvi_parent_bytes(path);
+        tkvi_enter_table(o, path, n);
+        n += n > 0;
+    }
+    if (o->json) tkvi_print_item(o, tkvi_n_names(o->table, strlen(o->table)));
+    o->more = 1;
+    if (o->json) tkvi_print(o, "\"");
+    tkvi_print(o, path + n);
     tkvi_print(o, o->json ? "\": " : " = ");
+}
+
+/* 1 if two names have the same first part: model.scale and model.rope. */
+static int tkvi_has_same_top(const char *a, const char *b) {
+    for (; *a && *a == *b && *a != '.'; a++, b++) continue;
+    return (!*a || *a == '.') && (!*b || *b == '.');
+}
+
+static const char *tkvi_top_of(const tkvi_fields *g, const tkvi_row *row) {
+    return g->name ? g->name : row->name;
+}
+
+/* 1 if a field is to be written now. With tables, fields of a group stand together, and those of groups inside it
+ * follow. */
+static int tkvi_is_due_now(const tkvi_out *o, const tkvi_fields *g, const tkvi_row *row) {
+    const int names = (g->name ? tkvi_n_names(g->name, strlen(g->name)) : 0) + (g->most > 0) +
+                      tkvi_n_names(row->name, strlen(row->name));
+    return !o->tables || ((names > 2) == o->inside && tkvi_has_same_top(tkvi_top_of(g, row), o->top));
 }
 
 /* Writes the fields of one struct that are not zero. */
@@ -41624,16 +42202,16 @@ static void tkvi_write_fields(tkvi_out *o, const tkvi_fields *g, int index, cons
         const tkvi_row *row = &g->row[i];
         const uint8_t *at = (const uint8_t *)base + (size_t)index * g->stride + row->offset;
         for (k = 0; k < row->size && !at[k]; k++) continue;
-        if (k == row->size || !tkvi_kinds[row->kind].write) continue;
+        if (k == row->size || !tkvi_kinds[row->kind].write || !tkvi_is_due_now(o, g, row)) continue;
         tkvi_print_key(o, g, index, row->name);
         tkvi_kinds[row->kind].write(row, at, o);
         if (!o->json) tkvi_print(o, "\n");
     }
 }
 
-static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
+/* Writes all fields whose turn it is. */
+static void tkvi_write_groups(tkvi_out *o, const tkv_config *cfg) {
     int g, i, n;
-    if (o->json) tkvi_print(o, "{");
     for (g = 0; g < TKVI_CONFIG_FIELDS; g++) {
         const tkvi_fields *fields = &tkvi_config_fields[g];
         const void *part = (const char *)cfg + fields->offset;
@@ -41644,12 +42222,38 @@ static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
             n = part ? tkvi_member_int(cfg, tkvi_arrays[i].count) : 0;
         }
         if (n < 0 || n > tkvi_max(1, fields->most)) o->bad = TKV_ERR_CONFIG;
+        if (o->tables && fields->name && !tkvi_has_same_top(fields->name, o->top)) continue;
         for (i = 0; i < n && !o->bad; i++) tkvi_write_fields(o, fields, i, part);
     }
-    if (o->json) tkvi_print(o, o->json == 1 ? "\n}\n" : "}");
 }
 
-static void tkvi_config_text(tkvi_out *o, const void *what) {
+/* 1 if no field before row `row` of group g has the same first part of its name. */
+static int tkvi_is_new_top(int g, int row) {
+    const char *top = tkvi_top_of(&tkvi_config_fields[g], &tkvi_config_fields[g].row[row]);
+    int h, i;
+    for (h = 0; h <= g; h++)
+        for (i = 0; i < (h < g ? tkvi_config_fields[h].n_rows : row); i++)
+            if (tkvi_has_same_top(tkvi_top_of(&tkvi_config_fields[h], &tkvi_config_fields[h].row[i]), top))
+                return 0;
+    return 1;
+}
+
+static void tkvi_write_config(tkvi_out *o, const tkv_config *cfg) {
+    int g, row;
+    if (o->json) tkvi_print(o, "{");
+    if (!o->tables) tkvi_write_groups(o, cfg);
+    for (g = 0; g < TKVI_CONFIG_FIELDS && o->tables; g++)
+        for (row = 0; row < tkvi_config_fields[g].n_rows; row++) {
+            if (!tkvi_is_new_top(g, row)) continue;
+            o->top = tkvi_top_of(&tkvi_config_fields[g], &tkvi_config_fields[g].row[row]);
+            for (o->inside = 0; o->inside < 2; o->inside++) tkvi_write_groups(o, cfg);
+        }
+    if (!o->json) return;
+    tkvi_print_ends(o, 0);
+    tkvi_print(o, o->json == 1 ? "\n}\n" : "}");
+}
+
+static void tkvi_config_lines(tkvi_out *o, const void *what) {
     tkvi_write_config(o, (const tkv_config *)what);
 }
 
@@ -41658,13 +42262,108 @@ static void tkvi_config_json(tkvi_out *o, const void *what) {
     tkvi_write_config(o, (const tkv_config *)what);
 }
 
-TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed) {
-    if (!cfg) return TKV_ERR_ARG;
-    return tkvi_write_text(json ? tkvi_config_json : tkvi_config_text, cfg, buf, size, needed);
+static void tkvi_config_toml(tkvi_out *o, const void *what) {
+    o->tables = 1;
+    tkvi_write_config(o, (const tkv_config *)what);
+}
+
+static void tkvi_config_nested_json(tkvi_out *o, const void *what) {
+    o->tables = 1;
+    tkvi_config_json(o, what);
+}
+
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int style, char *buf, size_t size,
+                                    size_t *needed) {
+    static const tkvi_writer writers[TKV_TEXT_COUNT] = {tkvi_config_lines, tkvi_config_json, tkvi_config_toml,
+                                                        tkvi_config_nested_json};
+    if (!cfg || style < 0 || style >= TKV_TEXT_COUNT) return TKV_ERR_ARG;
+    return tkvi_write_text(writers[style], cfg, buf, size, needed);
 }
 
 #endif /* TKV_NO_REPORTS */
 #endif /* TKVI_REPORT_TEXT_H */
+/* ======== report/levels.h ======== */
+/*
+ * report/levels.h - the levels of a cache by name: the tag of each, and its bytes against FP16. The bytes are those of
+ * the layouts that blocks get.
+ */
+#ifndef TKVI_REPORT_LEVELS_H
+#define TKVI_REPORT_LEVELS_H
+
+#ifndef TKV_NO_REPORTS
+
+
+/* The layout of the oldest tokens of a layer at a level. */
+static const tkvi_layout *tkvi_oldest_layout(const tkvi_tables *t, int layer, int level) {
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+    return &t->layout[spec->layout[tkvi_tier_of_level(spec, TKV_TIER_ARCHIVE)]];
+}
+
+static double tkvi_memory_factor(const tkvi_tables *t, int level) {
+    double bytes = 0.0, fp16_bytes = 0.0;
+    int i;
+    for (i = 0; i < t->cfg.model.n_layers; i++) {
+        const tkvi_geometry *g = &t->plan[i].geometry;
+        if (t->plan[i].stored_layer != i) continue;
+        bytes += (double)tkvi_oldest_layout(t, i, level)->bytes.total;
+        fp16_bytes += (double)TKVI_BLOCK *
+                      (double)tkvi_fp16_bytes(g->n_kv_heads, g->head_dim, g->v_head_dim, g->v_in_k);
+    }
+    return fp16_bytes > 0.0 ? bytes / fp16_bytes : 1.0;
+}
+
+/* The formats that most layers have for their oldest tokens; of equally many, those of the lower layer. */
+static tkv_format_pair tkvi_formats_of_level(const tkvi_tables *t, int level) {
+    int count[TKV_FORMAT_COUNT][TKV_FORMAT_COUNT], most = 0, i;
+    tkv_format_pair best = {TKV_F16, TKV_F16};
+    memset(count, 0, sizeof count);
+    for (i = 0; i < t->cfg.model.n_layers; i++)
+        if (t->plan[i].stored_layer == i) {
+            const tkv_format_pair p = tkvi_oldest_layout(t, i, level)->pair;
+            most = tkvi_max(most, ++count[p.k][p.v]);
+        }
+    for (i = t->cfg.model.n_layers - 1; i >= 0; i--)
+        if (t->plan[i].stored_layer == i) {
+            const tkv_format_pair p = tkvi_oldest_layout(t, i, level)->pair;
+            if (count[p.k][p.v] == most) best = p;
+        }
+    return best;
+}
+
+TKV_API tkv_status tkv_get_level(const tkv_cache *kv, int level, tkv_level_info *out) {
+    tkvi_text tag;
+    if (!kv || !out || level < 0 || level >= kv->tables.n_levels) return TKV_ERR_ARG;
+    memset(out, 0, sizeof *out);
+    out->level = level;
+    out->formats = tkvi_formats_of_level(&kv->tables, level);
+    out->memory_factor = tkvi_memory_factor(&kv->tables, level);
+    tag = tkvi_text_begin(out->tag, sizeof out->tag);
+    tkvi_append_text(&tag, tkvi_format_name(out->formats.k));
+    if (out->formats.k == out->formats.v) return TKV_OK;
+    tkvi_append_text(&tag, "/");
+    tkvi_append_text(&tag, tkvi_format_name(out->formats.v));
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_find_level(const tkv_cache *kv, const char *tag, int *level) {
+    tkv_format_pair pair;
+    tkvi_span s;
+    int i;
+    if (!kv || !tag || !level) return TKV_ERR_ARG;
+    s.at = tag;
+    s.n = strlen(tag);
+    if (!tkvi_read_pair(NULL, NULL, s, &pair)) return TKV_ERR_RANGE;
+    for (i = 0; i < kv->tables.n_levels; i++) {
+        const tkv_format_pair formats = tkvi_formats_of_level(&kv->tables, i);
+        if (formats.k != pair.k || formats.v != pair.v) continue;
+        *level = i;
+        return TKV_OK;
+    }
+    return TKV_ERR_RANGE;
+}
+
+#endif /* TKV_NO_REPORTS */
+#endif /* TKVI_REPORT_LEVELS_H */
 /* ======== report/create.h ======== */
 /*
  * report/create.h - tkv_create_ex reads a config text, checks it and creates a cache, in one call.

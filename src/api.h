@@ -286,6 +286,10 @@ typedef struct tkv_pressure_config {
     float alpha;   /* a sample's weight in the moving average, to 1; 0: .20; the first sample starts it */
     int min_level; /* first level; the cache never goes below it, even if memory is free: see tkv_get_budget */
     int max_level; /* highest level; 0: the last one; TKV_OFF: always level 0 */
+    /* 1: a sample at or above the threshold of a level two or more above the present one raises the level to it at
+     * once, and the average to the sample. 0: only the average raises the level. Levels fall one by one in both. A
+     * budget then skips the levels between. Levels with equal thresholds are passed together */
+    int jump;
 } tkv_pressure_config;
 
 /* >>keeping. These types say how the cache rates tokens and which policy evicts them; see tkv_update_importance and
@@ -1200,6 +1204,22 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
  * tighter, stored blocks follow as bytes are needed.
  * Errors: TKV_ERR_ARG   the level is not within cfg.budget.pressure, or the cache is in place without a budget */
 TKV_API tkv_status tkv_set_level(tkv_cache *kv, int level);
+typedef struct tkv_level_info {
+    int level;    /* its ordinal: 0 is the loosest */
+    char tag[24]; /* the formats as a config text writes them: "f16", "q8", "a30/r30" */
+    /* of its oldest tokens, in most layers: those of the archive, or of the warm or hot tier if that takes all */
+    tkv_format_pair formats;
+    /* bytes of a block of the oldest tokens, metadata and padding included, divided by those in FP16; of all layers */
+    double memory_factor;
+} tkv_level_info;
+/* Reports a level of the ladder. The macro TKV_NO_REPORTS removes this function and the next one.
+ *   level   0 to n_levels - 1 (tkv_get_budget)
+ * Errors: TKV_ERR_ARG (there is no such level, or out is missing). Cost: O(layers); 5 KB of stack. */
+TKV_API tkv_status tkv_get_level(const tkv_cache *kv, int level, tkv_level_info *out);
+/* Finds the loosest level with a tag. The tag may be any text of a format pair: "a30/r30", "q8", "fp16" for "f16".
+ * Errors, *level unchanged: TKV_ERR_RANGE (no level has it), TKV_ERR_ARG (a pointer is missing).
+ * Cost: O(layers) for each level. */
+TKV_API tkv_status tkv_find_level(const tkv_cache *kv, const char *tag, int *level);
 /* Sets hot_tokens of all levels and layers, except those that keep everything exact. Layers keep their delays
  * (tkv_tiers_config). Without a budget, this ends reservations, as tkv_set_level does.
  * Errors: TKV_ERR_ARG   hot_tokens is not 1 to 2^30 - 2, or the cache is in place without a budget */
@@ -1976,20 +1996,35 @@ typedef enum tkv_name_kind {
 } tkv_name_kind;
 /* Returns the name of a value; NULL if there is no such kind or value. */
 TKV_API const char *tkv_get_name(tkv_name_kind kind, int value);
-/* Finds the value of a name. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
+/* Finds the value of a name. Except with TKV_NO_REPORTS, "fp16", "fp8" and "q4" are names of f16, fp8-e4m3 and kivi4,
+ * here and in texts. Errors, *value unchanged: TKV_ERR_RANGE (unknown name), TKV_ERR_ARG. */
 TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *value);
 
-/* >>texts. A config as text has one of two forms: lines `key = value`, or one flat JSON object. A text that begins
- * with a brace is JSON. In lines, # begins a comment. Keys are names of fields. The text may be any bytes.
+/* >>texts. A config as text is lines `key = value`, TOML, or one JSON object. A text that begins with a brace is JSON.
+ * In all forms # begins a comment. Keys are names of fields. The text may be any bytes.
  *   key       model.n_layers, model.rope.dim, layers[3].window; for layers 0 to 5: layers[0-5].window
+ *   table     [model.rope], [layers.3] or [layers.0-5]; the keys below it are relative to it
+ *   object    {"model": {"rope": {"dim": 64}}, "layers": {"0-5": {"window": 1024}}}, or { dim = 64 } in TOML
+ *   entries   [[layers]] for the next layer, or a list of objects; null leaves an entry as it is
+ *   string    "in quotes", 'in quotes' or, in lines, without
  *   length    a number, off or unlimited
  *   switch    false or true
- *   formats   a30/r20 for K and V, or one name for both
+ *   formats   a30/r20 for K and V, or one name for both; fp16, fp8, q4 are read as f16, fp8-e4m3, kivi4
  *   bytes     a number with K, M, G or T (powers of 1024), such as 512K or 1.5G
- *   list      numbers with commas between them; budget.ladder[i] needs budget.n_levels
+ *   number    underscores between digits do not count: 1_024
+ *   list      numbers with commas between them, in [ ] or not; budget.ladder[i] needs budget.n_levels
  *   bits      names joined by +, such as format.fit = clip+norm
  *   preset    a name for tkv_apply_preset; applied before all keys except limits.max_tokens
+ * Not read: escapes in strings, and numbers in other bases than 10.
  * The macro TKV_NO_REPORTS removes all functions of this section. */
+/* The form in which tkv_print_config writes. Each of them is read back. */
+typedef enum tkv_text_style {
+    TKV_TEXT_LINES = 0,   /* lines `key = value`, with whole paths as keys */
+    TKV_TEXT_JSON,        /* one flat JSON object, with whole paths as keys */
+    TKV_TEXT_TOML,        /* TOML 1.0: a table for each group, [layers.3] for a layer */
+    TKV_TEXT_JSON_NESTED, /* JSON: an object for each group, "layers": {"3": { }} for a layer */
+    TKV_TEXT_COUNT
+} tkv_text_style;
 /* Memory of the caller for the arrays of a parsed config. It must live as long as the config uses them. */
 typedef struct tkv_config_arrays {
     tkv_layer_config *layers;
@@ -2012,13 +2047,15 @@ TKV_API tkv_status tkv_parse_config(tkv_config *cfg, const tkv_config_arrays *ro
                                     size_t size, char *reason, size_t reason_size);
 /* Writes the fields that are not 0, with a final zero. tkv_parse_config restores the same config. Allocator,
  * parallel_for, cfg.recompute and canaries have no text.
- *   json     0: lines; 1: JSON
+ *   style    a tkv_text_style
  *   buf      [size] bytes; NULL only counts
  *   needed   (may be NULL if buf is not) receives the bytes needed, final zero included
  * Errors:
  *   TKV_ERR_CAPACITY   buf is too small; nothing is written
- *   TKV_ERR_CONFIG   a field has no text (NaN, or no such format) */
-TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int json, char *buf, size_t size, size_t *needed);
+ *   TKV_ERR_CONFIG     a field has no text (NaN, or no such format)
+ *   TKV_ERR_ARG        there is no such style, or a pointer is missing
+ * Cost: O(size), twice. */
+TKV_API tkv_status tkv_print_config(const tkv_config *cfg, int style, char *buf, size_t size, size_t *needed);
 
 typedef enum tkv_report_kind {
     TKV_REPORT_JSON = 0,   /* one JSON object */

@@ -91,7 +91,8 @@
  *   TKV_NO_MALLOC            implementation     no malloc and free: cfg.host.allocator or tkv_create_in_place only
  *   TKV_NO_SIMD              implementation     leaves out all kernels but the scalar ones
  *   TKV_NO_AVX512            implementation     leaves out the AVX-512 kernels
- *   TKV_NO_REPORTS           implementation     leaves out configs as text, and reports as JSON and Prometheus
+ *   TKV_NO_REPORTS           implementation     leaves out configs as text, reports as JSON and Prometheus, and the
+ *                                               names of levels
  *   TKV_NO_KVQUANT           implementation     leaves out the KVQUANT formats and the learning of their tables
  *   TKV_NO_SQUAT             implementation     leaves out the SQUAT formats
  *   TKV_NO_TOKEN_FORMATS     implementation     leaves out INT8, INT4, FP8 and FP4
@@ -99,7 +100,8 @@
  *   TKV_NO_EVICT             implementation     leaves out eviction, importance, anchors, pins, named sinks
  *   TKV_NO_OFFLOAD           implementation     leaves out the store outside RAM, and promotion from it
  *   TKV_NO_DISCARD           implementation     leaves out discarding and recomputation
- *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length
+ *   TKV_NO_METER             implementation     leaves out quality meter, feedback, threshold store, levels by length,
+ *                                               jumps of levels (pressure.jump)
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
@@ -111,8 +113,8 @@
  *   a call that needs a missing part gets TKV_ERR_UNSUPPORTED. Its sentence names the switch, for example:
  *   "tiers.archive.k is 31; TKV_NO_KVQUANT leaves this format out". Names of formats and policies stay known.
  *
- *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config and tkv_print_report. tkv_create_ex then
- *   answers a text with TKV_ERR_UNSUPPORTED.
+ *   A build with TKV_NO_REPORTS has no tkv_parse_config, tkv_print_config, tkv_print_report, tkv_get_level and
+ *   tkv_find_level. tkv_create_ex then answers a text with TKV_ERR_UNSUPPORTED.
  *
  *
  * 3. FIRST PROGRAM
@@ -415,9 +417,27 @@
  *   latent go through a block together: it is unpacked once for their scores and once for their values. They take
  *   0.65 MB of work space, or four times that with cfg.host.parallel_for.
  *
- *   Texts. A config can be a text: lines `key = value`, or one flat JSON object. A key is the path of a field, such
- *   as tiers.hot_tokens or layers[0-5].window. The values `off` and `unlimited` are the sentinels of lengths. An
- *   error names the line and the nearest correct key. tkv_create_ex takes a text together with a config of callbacks.
+ *   Texts. A config can be a text. A key is the path of a field, such as tiers.hot_tokens or layers[0-5].window. The
+ *   values `off` and `unlimited` are the sentinels of lengths. The formats f16, fp8-e4m3 and kivi4 are also read as
+ *   fp16, fp8 and q4. An error names the line, the whole path of the key and the nearest correct one. A field that a
+ *   text has twice is an error, in any two spellings. tkv_create_ex takes a text together with a config of callbacks.
+ *   tkv_parse_config reads four forms, and tkv_print_config writes them:
+ *
+ *     TKV_TEXT_LINES          TKV_TEXT_JSON, whole paths as keys
+ *     tiers.hot_tokens = 64   {"tiers.hot_tokens": 64,
+ *     layers[3].window = 9     "layers[3].window": 9}
+ *
+ *     TKV_TEXT_TOML           TKV_TEXT_JSON_NESTED
+ *     [tiers]                 {"tiers": {"hot_tokens": 64},
+ *     hot_tokens = 64          "layers": {"3": {"window": 9}}}
+ *     [layers.3]
+ *     window = 9
+ *
+ *   Lines may have tables, so TOML is lines with tables and quotes. [layers.0-5] is a table for six layers. Each
+ *   [[layers]] begins the next layer, and [[budget.ladder]] the next level. A table can also stand in braces, as in
+ *   model.rope = { dim = 64 }. Numbers may have underscores, and lists comments. Escapes in strings are not read: no
+ *   value needs one. In JSON, "layers" is an object of indices and ranges, or a list of objects. There, null leaves a
+ *   layer as it is.
  *
  * Recipe R9: a config as text, and back
  *     const char text[] = "preset = compact            # what follows overrides it\n"
@@ -431,11 +451,15 @@
  *                         "layers[31].head_dim = 256\n";
  *     static tkv_layer_config layers[32];              // memory for the exceptions
  *     const tkv_config_arrays arrays = {layers, 32, NULL, 0, NULL, 0};
+ *     const char toml[] = "[tiers]\nhot_tokens = 128\n[layers.2-5]\nwindow = 1_024\n";
  *     char back[1000];
  *     cfg = tkv_default_config();
  *     if (tkv_parse_config(&cfg, &arrays, text, strlen(text), reason, sizeof reason)) return puts(reason), 1;
  *     if (tkv_validate_config(&cfg, reason, sizeof reason)) return puts(reason), 1;
- *     if (tkv_print_config(&cfg, 1, back, sizeof back, NULL)) return 1;   // 1: JSON
+ *     if (tkv_print_config(&cfg, TKV_TEXT_JSON, back, sizeof back, NULL)) return 1;
+ *     puts(back);
+ *     if (tkv_parse_config(&cfg, &arrays, toml, strlen(toml), reason, sizeof reason)) return puts(reason), 1;
+ *     if (tkv_print_config(&cfg, TKV_TEXT_TOML, back, sizeof back, NULL)) return 1;
  *     puts(back);
  *     if (tkv_parse_config(&cfg, NULL, "tiers.hot_tokenz = 9", 20, reason, sizeof reason)) puts(reason);
  *     kv = NULL;
@@ -470,7 +494,17 @@
  *
  *   Pressure. The pressure is bytes used / budget, as a moving average. It starts level 1 at 80 % and the other
  *   levels at 95 %. cfg.budget.pressure has the thresholds, and the first and last level allowed. tkv_report_pressure
- *   adds a pressure from elsewhere, such as that of the whole process.
+ *   adds a pressure from elsewhere, such as that of the whole process. With cfg.budget.pressure.jump = 1, one sample
+ *   far above the average is enough. If it calls for two levels or more, the next append goes there at once. Set
+ *   thresholds that rise with the levels for that. The level falls as without it: one at a time, by the average.
+ *
+ *   Levels have names. tkv_get_level gives the tag of a level, which is the text of its formats, and its bytes against
+ *   FP16. They are the bytes of the blocks that the cache makes. tkv_find_level finds a level by its tag, for
+ *   tkv_set_level. The default ladder with heads of 64 channels:
+ *
+ *     level    0     1      2         3         4         5
+ *     tag      f16   q8     a40/r40   a30/r30   a25/r20   a20/r15
+ *     factor   1     .531   .254      .191      .145      .113
  *
  *   With cfg.budget.pressure.min_level = 3, blocks are coded by age from the first token on, even while memory is
  *   free. The default level 0 keeps more precision, and codes more blocks later.

@@ -141,6 +141,7 @@ extern "C" {
 #include "step/recompute.h"
 #include "report/info.h"
 #include "report/text.h"
+#include "report/levels.h"
 #include "report/create.h"
 #include "report/state.h"
 #include "report/end.h"

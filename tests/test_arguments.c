@@ -52,6 +52,7 @@ typedef struct outputs { /* the output arguments of all functions */
     uint8_t code[65536], tiers[CAPACITY];
     tkv_layer_info layer;
     tkv_memory_info memory;
+    tkv_level_info level;
     tkv_seq_memory_info seq_memory;
     tkv_quality_info quality;
     tkv_advice advice;
@@ -329,7 +330,12 @@ static void try_configs(rig *r) {
          parse_config_arrays(r, OF(tkv_config_arrays, n_levels), x));
     EACH("tkv_parse_config", "room.n_frequencies", PLAIN, 1, "GGGO..",
          parse_config_arrays(r, OF(tkv_config_arrays, n_frequencies), x));
-    EACH("tkv_print_config", "json", PLAIN, 1, "OOOOOO", tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
+    SAFE("tkv_get_level", "level", PLAIN, 1, "AAAAAAAA", tkv_get_level(r->kv, x, &r->o.level));
+    SAFE("tkv_get_level", "level", PLAIN, 0, "AAAOAA", tkv_get_level(r->kv, x, &r->o.level));
+    EACH("tkv_print_config", "style", PLAIN, TKV_TEXT_COUNT, "AAAAAAOO",
+         tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
+    EACH("tkv_print_config", "style", PLAIN, TKV_TEXT_COUNT - 1, "AAAOAA",
+         tkv_print_config(&r->cfg, x, NULL, 0, &r->o.bytes));
     EACH("tkv_estimate_memory", "n_tokens", PLAIN, MAX_TOKENS, "AAAOAA",
          tkv_estimate_memory(&r->cfg, x, 1, &r->o.memory));
     SAFE("tkv_estimate_memory", "n_seqs", EVERY, SEQS, "AAA*AA",

@@ -752,6 +752,139 @@ TEST(reported_pressure_raises_the_level) {
     tkv_destroy(kv);
 }
 
+/* With pressure.jump, one append goes to the level of the pressure. Without it, levels come one by one. */
+TEST(a_high_pressure_jumps_over_levels) {
+    int jump, t;
+    for (jump = 0; jump < 2; jump++) {
+        tkv_config cfg = small_config(8000 * 1000);
+        tkv_cache *kv;
+        char reason[200];
+        for (t = 0; t < 5; t++) cfg.budget.pressure.threshold[t] = (float)(.5 + .1 * t);
+        cfg.budget.pressure.jump = 2;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK_STR(reason, "budget.pressure: jump must be 0 or 1");
+        cfg.budget.pressure.jump = jump;
+        kv = create_cache(&cfg);
+        reset_models();
+        for (t = 0; t < 300; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
+        CHECK_EQ(budget_of(kv).level, 0);
+        CHECK_EQ(tkv_report_pressure(kv, 0.85f), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
+        CHECK_EQ(budget_of(kv).level, jump ? 4 : 0);
+        CHECK_EQ(budget_of(kv).pressure.tightened, jump ? 4 : 0);
+        for (t = 0; t < 60; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
+        CHECK_EQ(budget_of(kv).recoded[1] == 0, jump);
+        CHECK(budget_of(kv).recoded[jump ? 4 : 1] > 0);
+        check_cache(kv);
+        (void)check_all_reads(kv);
+        CHECK_EQ(tkv_report_pressure(kv, 0.0f), TKV_OK);
+        for (t = 0; t < 60; t++) CHECK_EQ(append_to_all_layers(kv, 0, 1), TKV_OK);
+        CHECK_EQ(budget_of(kv).level, 0);
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
+}
+
+/* >>levels by name */
+/* Bytes of a block of 64 tokens of one KV head, by the standalone codec. */
+static double codec_bytes(tkv_format_pair pair, int head_dim) {
+    tkv_codec c;
+    double bytes;
+    memset(&c, 0, sizeof c);
+    c.head_dim = head_dim;
+    c.format = pair.k;
+    bytes = (double)tkv_get_block_bytes(&c);
+    c.side = TKV_V;
+    c.format = pair.v;
+    return bytes + (double)tkv_get_block_bytes(&c);
+}
+
+/* The default ladder. Bits per value of 64 channels, metadata included: 16, 8.5, 4.0625, 3.0625, 2.3125, 1.8125. */
+TEST(levels_of_a_budget_have_tags) {
+    static const struct {
+        const char *tag;
+        double bits;
+    } want[] = {{"f16", 16},         {"q8", 8.5},         {"a40/r40", 4.0625},
+                {"a30/r30", 3.0625}, {"a25/r20", 2.3125}, {"a20/r15", 1.8125}};
+    tkv_config cfg = make_sized_config(4, 8, 8, 64, 1, 64);
+    tkv_level_info info;
+    tkv_cache *kv;
+    int i, level = 9;
+    cfg.budget.bytes = (size_t)64 << 20;
+    kv = create_cache(&cfg);
+    CHECK_EQ(budget_of(kv).n_levels, COUNT(want));
+    for (i = 0; i < COUNT(want); i++) {
+        CHECK_EQ(tkv_get_level(kv, i, &info), TKV_OK);
+        CHECK_EQ(info.level, i);
+        CHECK_STR(info.tag, want[i].tag);
+        CHECK_NEAR(info.memory_factor, want[i].bits / 16, 1e-12);
+        CHECK_EQ(tkv_find_level(kv, want[i].tag, &level), TKV_OK);
+        CHECK_EQ(level, i);
+    }
+    CHECK_EQ(tkv_find_level(kv, "fp16", &level), TKV_OK);
+    CHECK_EQ(level, 0);
+    CHECK_EQ(tkv_find_level(kv, "q8/q8", &level), TKV_OK);
+    CHECK_EQ(level, 1);
+    CHECK_EQ(tkv_find_level(kv, "q4", &level), TKV_ERR_RANGE); /* the ladder has no KIVI4 */
+    CHECK_EQ(tkv_find_level(kv, "a30", &level), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_find_level(kv, "", &level), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_find_level(kv, "default", &level), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_find_level(kv, NULL, &level), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_level(NULL, "q8", &level), TKV_ERR_ARG);
+    CHECK_EQ(tkv_find_level(kv, "q8", NULL), TKV_ERR_ARG);
+    CHECK_EQ(level, 1);
+    CHECK_EQ(tkv_get_level(NULL, 0, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_level(kv, 0, NULL), TKV_ERR_ARG);
+    tkv_destroy(kv);
+}
+
+/* The ladder of the EWMA design, fp16, q8, fp8, q4, with a layer of another shape and one with formats of its own. The
+ * factors are sums of the codec's bytes. */
+TEST(levels_of_any_ladder_have_tags) {
+    static const tkv_level ladder[] = {{TKV_UNLIMITED, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
+                                       {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_KIVI2, TKV_KIVI2}, 0},
+                                       {0, 0, {TKV_Q8, TKV_Q8}, {TKV_FP8_E4M3, TKV_FP8_E4M3}, 0},
+                                       {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, 0},
+                                       {32, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, 0},
+                                       {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_INT8}, 0}};
+    static const tkv_format_pair pairs[] = {{TKV_F16, TKV_F16},           {TKV_Q8, TKV_Q8},
+                                            {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI4, TKV_KIVI4},
+                                            {TKV_KIVI4, TKV_KIVI4},       {TKV_KIVI4, TKV_INT8}};
+    static const char *const tags[] = {"f16", "q8", "fp8-e4m3", "kivi4", "kivi4", "kivi4/int8"};
+    static const char *const names[] = {"fp16", "q8", "fp8", "q4", "kivi4", "q4/int8"};
+    static const int found[] = {0, 1, 2, 3, 3, 5};
+    tkv_config cfg = make_sized_config(5, 8, 4, 64, 1, 64);
+    tkv_layer_config layers[5];
+    tkv_level_info info;
+    tkv_cache *kv;
+    int i;
+    memset(layers, 0, sizeof layers);
+    layers[0].archive = pair_of(TKV_F16, TKV_F16); /* the first layer has a better archive */
+    layers[2].n_kv_heads = 2;
+    layers[2].head_dim = 128;
+    layers[3].no_cache = 1;
+    layers[4].share_kv = 2;
+    cfg.layers = layers;
+    cfg.budget.ladder = ladder;
+    cfg.budget.n_levels = COUNT(ladder);
+    kv = create_cache(&cfg);
+    for (i = 0; i < COUNT(ladder); i++) {
+        const double first = i < 2 ? codec_bytes(pairs[i], 64) : codec_bytes(pairs[0], 64);
+        const double bytes = 4 * first + 4 * codec_bytes(pairs[i], 64) + 2 * codec_bytes(pairs[i], 128);
+        int level = -1;
+        CHECK_EQ(tkv_get_level(kv, i, &info), TKV_OK);
+        CHECK_STR(info.tag, tags[i]);
+        CHECK_EQ(info.formats.k, pairs[i].k);
+        CHECK_EQ(info.formats.v, pairs[i].v);
+        CHECK_NEAR(info.memory_factor, bytes / (64.0 * 2 * 2 * (4 * 64 + 4 * 64 + 2 * 128)), 1e-12);
+        CHECK_EQ(tkv_find_level(kv, names[i], &level), TKV_OK);
+        CHECK_EQ(level, found[i]);
+        CHECK_EQ(tkv_find_level(kv, tags[i], &level), TKV_OK);
+        CHECK_EQ(level, found[i]);
+    }
+    tkv_destroy(kv);
+}
+
 TEST(set_hot_tokens_and_level) {
     tkv_config cfg = small_config(1000 * 1000);
     tkv_cache *kv = create_cache(&cfg);
@@ -1285,6 +1418,9 @@ int main(int argc, char **argv) {
     RUN(coded_blocks_stay_coded);
     RUN(maintain_uses_idle_time);
     RUN(reported_pressure_raises_the_level);
+    RUN(a_high_pressure_jumps_over_levels);
+    RUN(levels_of_a_budget_have_tags);
+    RUN(levels_of_any_ladder_have_tags);
     RUN(set_hot_tokens_and_level);
     RUN(steps_and_reservations);
     RUN(every_allocation_fails_once);

@@ -181,6 +181,12 @@ TEST(text_equals_config) {
                                "budget.ladder[1].archive = kivi2\n"
                                "layers[1-2].hot_tokens = 256\n"
                                "layers[3].share_kv = 1\n";
+    static const char toml[] = "[limits]\nmax_seqs = 2\nmax_append = 64\nmax_tokens = 4_096\n"
+                               "[tiers]\narchive = 'kvquant3'\n[budget]\nn_levels = 2\n"
+                               "[[budget.ladder]]\nhot_tokens = 128\n[[budget.ladder]]\narchive = \"kivi2\"\n"
+                               "[layers.1-2]\nhot_tokens = 256\n[layers.3]\nshare_kv = 1\n"
+                               "[model]\nn_layers = 4\nn_heads = 4\nn_kv_heads = 2\nhead_dim = 32\n"
+                               "rope = { dim = 4, frequencies = [1.0, 0.5] }\n";
     static const float frequencies[2] = {1.0f, 0.5f};
     tkv_layer_config layers[LAYERS];
     tkv_level ladder[2];
@@ -205,6 +211,10 @@ TEST(text_equals_config) {
     append_many_tokens(b);
     check_same_report(a, b);
     c = create_from_text(text, &host);
+    append_many_tokens(c);
+    check_same_report(a, c);
+    tkv_destroy(c);
+    c = create_from_text(toml, NULL);
     append_many_tokens(c);
     check_same_report(a, c);
     tkv_destroy(c);
@@ -306,6 +316,14 @@ TEST(errors_name_their_line) {
                    NULL, TKV_ERR_CONFIG, "line 3: model.n_layers is 5000; it must be 1 to 4096");
     check_bad_text("model.n_heads = 4\nmodel.head_dim = 16\nlayers[0].window = 9\n", NULL, TKV_ERR_CONFIG,
                    "line 3: model.n_layers is 0");
+    check_bad_text("[model]\nn_heads = 4\nhead_dim = 700\nn_layers = 1\n", NULL, TKV_ERR_CONFIG,
+                   "line 3: model.head_dim is 700; it must be 1 to 576");
+    check_bad_text(
+        "[layers.0-2]\nwindow = 5\nno_cache = 2\n[model]\nn_layers = 3\nn_heads = 4\nhead_dim = 16\n", NULL,
+        TKV_ERR_CONFIG, "line 3: layers[0].no_cache is 2; it must be 0 or 1");
+    check_bad_text("{\"layers\": [null, {\"window\": 5,\n\n\"share_kv\": 3}], \"model\": {\"n_layers\": 2,\n"
+                   "\"n_heads\": 4, \"head_dim\": 16}}",
+                   NULL, TKV_ERR_CONFIG, "line 3: layers[1].share_kv is 3");
 }
 
 TEST(errors_without_a_line) {

@@ -1603,6 +1603,7 @@ static void choose_config(uint64_t seed) {
     exact_only = cfg.budget.bytes ? rand_below(4) == 0 : token_bound <= 0.0;
     if (exact_only)
         cfg.budget.pressure.max_level = TKV_OFF; /* no compression: the budget is kept by other means */
+    cfg.budget.pressure.jump = seed / 4 % 2;     /* no random number */
     if (cfg.budget.bytes && formats[FORMAT_ROWS].token > token_bound)
         token_bound = formats[FORMAT_ROWS].token;
     if (cfg.budget.bytes && formats[FORMAT_ROWS].mean > mean_bound) mean_bound = formats[FORMAT_ROWS].mean;

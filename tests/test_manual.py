@@ -196,7 +196,8 @@ class Recipes(unittest.TestCase):
 
     def test_r9_config_as_text(self):
         said = self.run_recipe("R9")
-        for line in ('"model.n_layers": 32', '"tiers.archive": "a25/r20"', '"layers[1].warm": "q8"'):
+        for line in ('"model.n_layers": 32', '"tiers.archive": "a25/r20"', '"layers[1].warm": "q8"',
+                     '[tiers]\nhot_tokens = 128\n', '[layers.5]\nwindow = 1024\n'):
             self.assertIn(line, said)
         self.assertRegex(said, r"line 1: tiers.hot_tokenz is no key; the nearest one is tiers.hot_tokens\n$")
 

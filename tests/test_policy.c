@@ -266,6 +266,60 @@ TEST(long_ladders) {
     CHECK_LE(1000, n_moves);
 }
 
+/* With `jump`, a pressure two or more levels above the present one is taken at once. Averages by hand, alpha .2. */
+TEST(jumps_of_levels) {
+    static const struct {
+        double pressure, average, slow_average;
+        int level, slow_level;
+    } samples[] = {{.30, .30, .30, 0, 0},
+                   {.55, .35, .35, 0, 0},         /* calls for level 1, one above */
+                   {.62, .62, .404, 2, 0},        /* level 2, two above: a jump */
+                   {.75, .646, .4732, 2, 0},      /* level 3, one above */
+                   {.95, .95, .56856, 5, 1},      /* level 5, three above */
+                   {.30, .82, .514848, 4, 1},     /* falls by one: below .9 - .05 */
+                   {.30, .716, .4718784, 3, 1},   /* below .8 - .05 */
+                   {.70, .7128, .51750272, 3, 1}, /* not below .7 - .05 */
+                   {.62, .69424, .538002176, 3, 1},
+                   {.40, .635392, .5104017408, 2, 1},
+                   {.58, .6243136, .52432139264, 2, 1},
+                   {1.0, 1.0, .619457114112, 5, 2}};
+    tkv_pressure_config cfg;
+    tkv_pressure p, slow;
+    char reason[200];
+    int i;
+    memset(&cfg, 0, sizeof cfg);
+    for (i = 0; i < 5; i++) cfg.threshold[i] = (float)(.5 + .1 * i);
+    slow = make_pressure(&cfg);
+    cfg.jump = 1;
+    p = make_pressure(&cfg);
+    for (i = 0; i < (int)(sizeof samples / sizeof *samples); i++) {
+        CHECK_EQ(tkv_observe_pressure(&p, (float)samples[i].pressure), samples[i].level);
+        CHECK_NEAR(get_info(&p).average, samples[i].average, 1e-6);
+        CHECK_EQ(tkv_observe_pressure(&slow, (float)samples[i].pressure), samples[i].slow_level);
+        CHECK_NEAR(get_info(&slow).average, samples[i].slow_average, 1e-6);
+    }
+    CHECK_EQ(get_info(&p).tightened, 2 + 3 + 3);
+    CHECK_EQ(get_info(&p).relaxed, 3);
+    CHECK_EQ(get_info(&p).level, 5);
+    CHECK_EQ(observe_times(&p, 0, 1), 4); /* no jump downward */
+    CHECK_NEAR(get_info(&p).average, .8, 1e-6);
+    CHECK_EQ(tkv_observe_pressure(&p, tkv_test_float(0x7f800000u)), 4);
+    cfg.max_level = 1; /* one level above is no jump, whatever lies behind */
+    restart_pressure(&p, &cfg);
+    CHECK_EQ(observe_times(&p, .1, 1), 0);
+    CHECK_EQ(observe_times(&p, 1, 1), 0);
+    CHECK_NEAR(get_info(&p).average, .28, 1e-6);
+    cfg.max_level = 2;
+    restart_pressure(&p, &cfg);
+    CHECK_EQ(observe_times(&p, .1, 1), 0);
+    CHECK_EQ(observe_times(&p, 1, 1), 2);
+    cfg.jump = 2;
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "jump must be 0 or 1");
+    cfg.jump = -1;
+    CHECK_EQ(tkv_init_pressure(&p, &cfg, NULL, 0), TKV_ERR_CONFIG);
+}
+
 TEST(forecast) {
     tkv_pressure p = make_profile(TKV_PROFILE_DEFAULT);
     int n;
@@ -414,6 +468,7 @@ int main(int argc, char **argv) {
     RUN(init_restarts);
     RUN(level_rule);
     RUN(long_ladders);
+    RUN(jumps_of_levels);
     RUN(forecast);
     RUN(tkv_zero_means_0);
     RUN(bad_configs);

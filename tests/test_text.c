@@ -1,6 +1,6 @@
 /*
- * test_text.c - configs as text and JSON, in both directions, and random bytes for the parser. Also the report of a
- * cache as JSON and for Prometheus, presets and ages. test_text.py reads both reports with independent parsers.
+ * test_text.c - configs as lines, TOML and JSON, in both directions, and random bytes for the parser. Also the report of
+ * a cache as JSON and for Prometheus, presets and ages. test_text.py reads texts and reports with independent parsers.
  */
 #include "kit.h"
 
@@ -103,6 +103,131 @@ TEST(both_syntaxes) {
     }
 }
 
+/* The same config in tables and objects, in the spellings that people and programs write. */
+static const char *const spellings[] = {
+    /* whole paths */
+    "model.n_layers = 6\nmodel.n_heads = 8\nmodel.head_dim = 64\nmodel.rope.dim = 4\n"
+    "model.rope.frequencies = 1, .5\ntiers.hot_tokens = 1024\ntiers.archive = a25/r20\nhost.precise = true\n"
+    "budget.bytes = 65536\nbudget.n_levels = 2\nbudget.ladder[0].hot_tokens = unlimited\n"
+    "budget.ladder[1].warm = q8\nbudget.pressure.threshold = zero, .5\nlayers[0].window = 7\n"
+    "layers[1].window = 7\nlayers[2].window = 7\nlayers[4].sink_tokens = off\nlayers[4].rope.dim = 2\n"
+    "layers[4].rope.base = 500\n",
+    /* tables */
+    "# a model\n[model]\nn_layers = 6 # six\nn_heads = +8\nhead_dim = 6_4\n\n[ model . rope ] # its RoPE\n"
+    "dim = 4\nfrequencies = [\n  1.0, # one, and\n  0.5, # a half ]\n]\n[tiers]\r\nhot_tokens = 1_024\r\n"
+    "archive = 'a25/r20'\r\n[host]\nprecise = true\n[budget]\nbytes = \"64K\"\nn_levels = 2\n"
+    "pressure.threshold = ['zero', 0.5]\n[budget.ladder.0]\nhot_tokens = \"unlimited\"\n"
+    "[budget.ladder.1]\nwarm = \"q8\"\n[layers.0-2]\nwindow = 7\n[layers.4]\nsink_tokens = 'off'\n"
+    "[layers.4.rope]\ndim = 2\nbase = 5e2",
+    /* dotted keys, keys in quotes, tables in braces, and entries of lists */
+    "model.n_layers = 6\n\"model\".'n_heads' = 8\n\"model.head_dim\" = 64\n"
+    "model.rope = { dim = 4, frequencies = [1, 0.5] }\ntiers = { \"hot_tokens\" = 1024, archive = "
+    "\"a25/r20\" }\n"
+    "host . precise = true\nbudget.bytes = 65_536\nbudget.n_levels = 2\n[[budget.ladder]]\n"
+    "hot_tokens = 'unlimited'\n[[budget.ladder]]\nwarm = 'q8'\n[budget.pressure]\n"
+    "threshold = [\"zero\", 0.5,]\n[[layers]]\nwindow = 7\n[[layers]]\nwindow = 7\n[[layers]]\nwindow = 7\n"
+    "[[layers]]\n[[layers]]\nsink_tokens = 'off'\n[layers.rope]\ndim = 2\nbase = 500",
+    "model = { n_layers = 6, n_heads = 8, head_dim = 64, rope.dim = 4, rope.frequencies = [1, .5] } # all\n"
+    "tiers.hot_tokens = 1024\ntiers.archive = a25/r20\nhost = {\n precise = true }\n"
+    "budget = { bytes = 64K, n_levels = 2, ladder = [{ hot_tokens = unlimited }, { warm = q8 },] }\n"
+    "budget.pressure = { threshold = [zero, .5] }\nlayers[0-1].window = 7\n[layers[2]]\nwindow = 7\n"
+    "[\"layers\".\"4\"]\nsink_tokens = off\nrope.dim = 2\n'rope'.base = 500",
+    /* objects */
+    "{\"model\": {\"n_layers\": 6, \"n_heads\": 8, \"head_dim\": 64, \"rope\": {\"dim\": 4,\n"
+    "\"frequencies\": [1, 0.5]}}, \"tiers\": {\"hot_tokens\": 1024, \"archive\": \"a25/r20\"}, \"evict\": "
+    "{},\n"
+    "\"host\": {\"precise\": true}, \"budget\": {\"bytes\": 65536, \"n_levels\": 2, \"ladder\":\n"
+    "[{\"hot_tokens\": \"unlimited\"}, {\"warm\": \"q8\"}], \"pressure\": {\"threshold\": [\"zero\", "
+    "0.5]}},\n"
+    "\"layers\": {\"0-2\": {\"window\": 7}, \"4\": {\"sink_tokens\": \"off\", \"rope\": {\"dim\": 2, "
+    "\"base\": 500}}}}",
+    "{\"model\": {\"n_layers\": 6, \"n_heads\": 8, \"head_dim\": 64}, \"model.rope\": {\"dim\": 4,\n"
+    "\"frequencies\": [1, 0.5]}, \"tiers.hot_tokens\": 1024, \"tiers\": {\"archive\": \"a25/r20\"},\n"
+    "\"host\": {\"precise\": true}, \"budget\": {\"bytes\": \"64K\", \"n_levels\": 2, \"ladder[0]\":\n"
+    "{\"hot_tokens\": \"unlimited\"}, \"ladder.1\": {\"warm\": \"q8\"}, \"pressure.threshold\": [\"zero\", "
+    "0.5]},\n"
+    "\"layers\": [{\"window\": 7}, {\"window\": 7}, {\"window\": 7}, null,\n"
+    "{\"sink_tokens\": -1, \"rope\": {\"dim\": 2, \"base\": 500}}, null]}"};
+
+TEST(spellings_read_alike) {
+    static char want[1000], said[1000];
+    char reason[REASON];
+    int i;
+    for (i = 0; i < COUNT(spellings); i++) {
+        tkv_config cfg = tkv_default_config();
+        memset(layer_array, 0x55, sizeof layer_array);
+        memset(level_array, 0x55, sizeof level_array);
+        CHECK_MSG(parse_config(&cfg, spellings[i], reason) == TKV_OK, "%d: %s", i, reason);
+        CHECK_EQ(tkv_print_config(&cfg, TKV_TEXT_LINES, i ? said : want, sizeof said, NULL), TKV_OK);
+        if (i) CHECK_STR(said, want);
+        CHECK_EQ(cfg.layers[4].rope.dim, 2);
+        CHECK_EQ(cfg.layers[3].window + cfg.layers[5].window, 0);
+        CHECK_NEAR(frequency_array[1], .5, 0);
+    }
+}
+
+/* Each style, letter by letter. */
+TEST(styles_of_writing) {
+    static const char toml[] =
+        "[model]\nn_layers = 6\nn_heads = 8\nhead_dim = 64\n\n[model.rope]\ndim = 4\n"
+        "frequencies = [1, 0.5]\n\n[tiers]\nhot_tokens = 1024\narchive = \"a25/r20\"\n\n"
+        "[host]\nprecise = true\n\n[budget]\nbytes = 65536\nn_levels = 2\n\n"
+        "[budget.pressure]\nthreshold = [\"zero\", 0.5]\n\n[budget.ladder.0]\n"
+        "hot_tokens = \"unlimited\"\n\n[budget.ladder.1]\nwarm = \"q8\"\n\n"
+        "[layers.0]\nwindow = 7\n\n[layers.1]\nwindow = 7\n\n[layers.2]\nwindow = 7\n\n"
+        "[layers.4]\nsink_tokens = \"off\"\n\n[layers.4.rope]\ndim = 2\nbase = 500\n";
+    static const char nested[] =
+        "{\n  \"model\": {\n    \"n_layers\": 6,\n    \"n_heads\": 8,\n    \"head_dim\": 64,\n"
+        "    \"rope\": {\n      \"dim\": 4,\n      \"frequencies\": [1, 0.5]\n    }\n  },\n"
+        "  \"tiers\": {\n    \"hot_tokens\": 1024,\n    \"archive\": \"a25/r20\"\n  },\n"
+        "  \"host\": {\n    \"precise\": true\n  },\n"
+        "  \"budget\": {\n    \"bytes\": 65536,\n    \"n_levels\": 2,\n"
+        "    \"pressure\": {\n      \"threshold\": [\"zero\", 0.5]\n    },\n"
+        "    \"ladder\": {\n      \"0\": {\n        \"hot_tokens\": \"unlimited\"\n      },\n"
+        "      \"1\": {\n        \"warm\": \"q8\"\n      }\n    }\n  },\n"
+        "  \"layers\": {\n    \"0\": {\n      \"window\": 7\n    },\n    \"1\": {\n      \"window\": 7\n    "
+        "},\n"
+        "    \"2\": {\n      \"window\": 7\n    },\n    \"4\": {\n      \"sink_tokens\": \"off\",\n"
+        "      \"rope\": {\n        \"dim\": 2,\n        \"base\": 500\n      }\n    }\n  }\n}\n";
+    static char said[2000];
+    tkv_config cfg = tkv_default_config(), none = cfg;
+    char reason[REASON];
+    CHECK_EQ(parse_config(&cfg, spellings[0], reason), TKV_OK);
+    CHECK_EQ(tkv_print_config(&cfg, TKV_TEXT_TOML, said, sizeof said, NULL), TKV_OK);
+    CHECK_STR(said, toml);
+    CHECK_EQ(tkv_print_config(&cfg, TKV_TEXT_JSON_NESTED, said, sizeof said, NULL), TKV_OK);
+    CHECK_STR(said, nested);
+    CHECK_EQ(tkv_print_config(&none, TKV_TEXT_TOML, said, sizeof said, NULL), TKV_OK);
+    CHECK_STR(said, "");
+    CHECK_EQ(tkv_print_config(&none, TKV_TEXT_JSON_NESTED, said, sizeof said, NULL), TKV_OK);
+    CHECK_STR(said, "{\n}\n");
+    CHECK_EQ(tkv_print_config(&cfg, TKV_TEXT_COUNT, said, sizeof said, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_print_config(&cfg, -1, said, sizeof said, NULL), TKV_ERR_ARG);
+    CHECK_STR(said, "{\n}\n");
+}
+
+TEST(presets_in_every_style) {
+    static char text[2][2000];
+    const char *name;
+    char reason[REASON];
+    int i, style;
+    for (i = 0; (name = tkv_get_name(TKV_NAME_PRESET, i)) != NULL; i++)
+        for (style = 0; style < TKV_TEXT_COUNT; style++) {
+            tkv_config cfg = tkv_default_config(), back = cfg;
+            CHECK_EQ(tkv_apply_preset(&cfg, name), TKV_OK);
+            CHECK_EQ(tkv_print_config(&cfg, style, text[0], sizeof text[0], NULL), TKV_OK);
+            CHECK_MSG(parse_config(&back, text[0], reason) == TKV_OK, "%s: %s\n%s", name, reason, text[0]);
+            CHECK_MEM(&cfg.tiers, &back.tiers, sizeof cfg.tiers);
+            CHECK_EQ(cfg.budget.n_levels, back.budget.n_levels);
+            if (cfg.budget.n_levels)
+                CHECK_MEM(cfg.budget.ladder, back.budget.ladder,
+                          (size_t)cfg.budget.n_levels * sizeof *cfg.budget.ladder);
+            CHECK_EQ(tkv_print_config(&back, style, text[1], sizeof text[1], NULL), TKV_OK);
+            CHECK_STR(text[1], text[0]);
+        }
+    CHECK_LE(20, i);
+}
+
 TEST(budgets) {
     static const char text[] = "budget.bytes = 1.5G\nbudget.n_levels = 3\nbudget.ladder[0].hot_tokens = "
                                "unlimited\nbudget.ladder[1-2].warm = q8\n"
@@ -157,6 +282,33 @@ TEST(empty_texts) {
         CHECK_EQ(tkv_parse_config(&cfg, NULL, texts[i], strlen(texts[i]), NULL, 0), TKV_OK);
         CHECK_MEM(&cfg, &same, sizeof cfg);
     }
+}
+
+/* Names of other designs are read, and written by their own names. */
+TEST(other_names_of_formats) {
+    static const struct {
+        const char *name, *written;
+        tkv_format format;
+    } names[] = {{"fp16", "f16", TKV_F16},
+                 {"q8", "q8", TKV_Q8},
+                 {"fp8", "fp8-e4m3", TKV_FP8_E4M3},
+                 {"q4", "kivi4", TKV_KIVI4}};
+    char line[80], want[80], said[80], reason[REASON];
+    int i, value = -1;
+    for (i = 0; i < COUNT(names); i++) {
+        tkv_config cfg = tkv_default_config();
+        CHECK_EQ(tkv_find_name(TKV_NAME_FORMAT, names[i].name, &value), TKV_OK);
+        CHECK_EQ(value, names[i].format);
+        CHECK_STR(tkv_get_name(TKV_NAME_FORMAT, value), names[i].written);
+        snprintf(line, sizeof line, "[tiers]\narchive = '%s/a30'", names[i].name);
+        snprintf(want, sizeof want, "tiers.archive = %s/a30\n", names[i].written);
+        CHECK_MSG(parse_config(&cfg, line, reason) == TKV_OK, "%s", reason);
+        CHECK_EQ(tkv_print_config(&cfg, 0, said, sizeof said, NULL), TKV_OK);
+        CHECK_STR(said, want);
+    }
+    CHECK_EQ(tkv_find_name(TKV_NAME_FORMAT, "q2", &value), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_find_name(TKV_NAME_PROFILE, "fp16", &value), TKV_ERR_RANGE);
+    CHECK_EQ(value, TKV_KIVI4);
 }
 
 TEST(presets_come_first) {
@@ -251,7 +403,7 @@ TEST(sentences_of_mistakes) {
         {"model.n_layers = \"3\" 4", "line 1: something follows the value"},
         {"model.n_layers = \"3", "line 1: a \" is missing"},
         {"model.scale = [3", "a ] is missing"},
-        {"model.scale = {3", "an object in an object"},
+        {"model.scale = {3", "line 1: model.scale is {; it must be a number"},
         {"{", "a key in quotes is missing"},
         {"{\n\n\"n_layers\" 3}", "line 3: a : is missing after the key"},
         {"{\"model.n_layers\": 3 \"model.n_heads\": 3}", "it must be a whole number"},
@@ -261,7 +413,79 @@ TEST(sentences_of_mistakes) {
         {"{\"model.n_layers\": 3,}", "a key in quotes is missing"},
         {"{n_layers: 3}", "a key in quotes is missing"},
         {"{\"model.n_layers\": 3} more", "something follows the object"},
-        {"{\"rope\": {\"dim\": 3}}", "write \"model.rope.dim\": 64 instead"},
+        {"{\"rope\": {\"dim\": 3}}", "line 1: rope is no group of fields; the nearest one is model.rope"},
+        {"{\"model\": {\n\"rope\": {\"dimm\": 3}}}",
+         "line 2: model.rope.dimm is no key; the nearest one is model.rope.dim"},
+        {"{\"tiers\": {\"hot_tokens\": 3},\n\"tiers.hot_tokens\": 3}",
+         "line 2: tiers.hot_tokens is there for the second time"},
+        {"{\"tiers\": {\"hot_tokens\": 3", "a , or a } is missing"},
+        {"{\"tiers\": {\"hot_tokens\": 3}", "a , or a } is missing"},
+        {"{\"tiers\": {\"hot_tokens\": 3,}}", "a key in quotes is missing"},
+        {"{\"tiers\": {}}}", "something follows the object"},
+        {"{\"tears\": {}}", "line 1: tears is no group of fields; the nearest one is tiers"},
+        {"{\"colours\": {}}", "colours is no group of fields; groups are model, tiers and the others"},
+        {"{\"tiers\": 5}", "line 1: tiers is no key"},
+        {"{\"tiers\": [{}]}", "line 1: tiers is no key"},
+        {"{\"tiers\": {\"hot\": {\"k\": 1}}}", "tiers.hot is {; it must be formats of K and V"},
+        {"{\"\": {\"model.n_layers\": 3}}", "line 1:  is no group of fields"},
+        {"{\".model.n_layers\": 3}", ".model.n_layers is no key"},
+        {"{\"model.n_layers.\": 3}", "model.n_layers. is no key"},
+        {"{\"model..n_layers\": 3}", "model..n_layers is no key"},
+        {"{\"layers\": [{\"window\": 1}, 5]}", "line 1: layers[1] is no object; it must be { } or null"},
+        {"{\"layers\": [{\"window\": 1} {}]}", "a , or a ] is missing"},
+        {"{\"layers\": [{\"window\": 1},]}", "layers[1] is no object"},
+        {"{\"layers\": [[{}]]}", "layers[0] is no object"},
+        {"{\"layers\": {\"x\": {\"window\": 1}}}", "layers.x is no group of fields"},
+        {"{\"layers\": {\"4096\": {\"window\": 1}}}",
+         "layers[4096] is no group of fields; the nearest one is layers[i] or [i-j], up to 4095"},
+        {"{\"layers\": {\"0-3\": {\"window\": 1},\n \"2\": {\"window\": 1}}, \"model.n_layers\": 4}",
+         "line 2: layers[2].window is there for the second time"},
+        {"{\"budget\": {\"ladder\": [null, null, null, null, null, null, null, null, null]}}",
+         "budget.ladder[8] is no group of fields"},
+        {"{\"layers\": [{}, {\"window\": 1}]}",
+         "model.n_layers is 0; it must be 2 or more, by the highest one"},
+        {"[tiers]\n\nhot_tokenz = 3",
+         "line 3: tiers.hot_tokenz is no key; the nearest one is tiers.hot_tokens"},
+        {"[tiers]\nmodel.n_layers = 3", "line 2: tiers.model.n_layers is no key"},
+        {"[tears]", "line 1: tears is no group of fields; the nearest one is tiers"},
+        {"[rope]\ndim = 4", "line 1: rope is no group of fields; the nearest one is model.rope"},
+        {"[tiers.hot]", "line 1: tiers.hot is no group of fields"},
+        {"[tiers", "line 1: a ] is missing at the end of a [table]"},
+        {"[", "a ] is missing at the end"},
+        {"[]", "line 1:  is no group of fields"},
+        {"[tiers] hot_tokens = 3", "a ] is missing at the end of a [table]"},
+        {"[.tiers]", ".tiers is no group of fields"},
+        {"[layers]\nwindow = 3", "line 2: layers.window is no key; the nearest one is layers[i] or [i-j]"},
+        {"[layers.4096]", "layers[4096] is no group of fields"},
+        {"[layers.3-1]", "layers[3-1] is no group of fields"},
+        {"[[tiers]]", "line 1: tiers is no list; lists are budget.ladder and layers"},
+        {"[[layers]]\nwindow = 1\n[layers.0]\nwindow = 1",
+         "line 4: layers[0].window is there for the second"},
+        {"tiers.hot_tokens = 3\n[tiers]\n'hot_tokens' = 3",
+         "line 3: tiers.hot_tokens is there for the second"},
+        {"[tiers]\nhot_tokens = 3\n[model]\n[tiers]\nhot_tokens = 3",
+         "line 5: tiers.hot_tokens is there for"},
+        {"tiers = { hot_tokens = 3 } warm_tokens = 3", "line 1: something follows the value"},
+        {"tiers = { hot_tokens = 3", "a , or a } is missing"},
+        {"tiers = { hot_tokens 3 }", "there is no =; write key = value"},
+        {"layers = [3]", "line 1: layers[0] is no table; it must be { }"},
+        {"layers = [null]", "layers[0] is no table; it must be { }"},
+        {"\"model\"n_layers = 3", "is no key"},
+        {"\"model.n_layers = 3", "is no key"},
+        {"\"\".model.n_layers = 3", ".model.n_layers is no key"},
+        {"tiers.archive = 'a30", "line 1: a ' is missing"},
+        {"tiers.archive = \"\"\"a30\"\"\"", "something follows the value"},
+        {"tiers.hot_tokens = _1", "it must be a whole number"},
+        {"tiers.hot_tokens = 1_", "it must be a whole number"},
+        {"tiers.hot_tokens = 1__0", "it must be a whole number"},
+        {"tiers.hot_tokens = +-1", "it must be a whole number"},
+        {"tiers.hot_tokens = 0x10", "it must be a whole number"},
+        {"budget.bytes = 64_K", "it must be bytes"},
+        {"model.scale = 1_.5", "it must be a number"},
+        {"budget.pressure.threshold = [.1 .2]", "it must be numbers"},
+        {"budget.pressure.threshold = [.1,,]", "it must be numbers"},
+        {"{\"budget.pressure.threshold\": [0.1, 0.2,]}", "it must be numbers"},
+        {"{\"preset\": 'kivi'}", "preset is 'kivi'; it must be the name of a preset"},
         {"{\"model.n_layers\": null}", "model.n_layers is null; it must be a whole number"},
         {"{\"n_\\u006cayers\": 3}", "there is a backslash"},
         {"{\"model.scale\": [[1]]}", "it must be a number"},
@@ -518,21 +742,21 @@ TEST(print_and_parse) {
     float frequencies[TKV_MAX_HEAD_DIM / 2];
     tkv_rng r = tkv_rng_seed(2);
     char reason[REASON];
-    int i, json, valid = 0;
+    int i, style, valid = 0;
     for (i = 0; i < (tkv_test_quick() ? 50 : 500); i++) {
         tkv_config cfg, back;
         size_t needed = 0, more = 0;
         random_config(&r, &cfg, layers, frequencies);
         if (tkv_validate_config(&cfg, reason, REASON)) continue;
         valid++;
-        for (json = 0; json < 2; json++) {
-            CHECK_EQ(tkv_print_config(&cfg, json, text, sizeof text, &needed), TKV_OK);
+        for (style = 0; style < TKV_TEXT_COUNT; style++) {
+            CHECK_EQ(tkv_print_config(&cfg, style, text, sizeof text, &needed), TKV_OK);
             CHECK_EQ(needed, strlen(text) + 1);
             CHECK_EQ(text[needed - 2], '\n');
             memset(&back, 0, sizeof back);
             CHECK_MSG(parse_config(&back, text, reason) == TKV_OK, "%s\n%s", reason, text);
             check_same_config(&cfg, &back);
-            CHECK_EQ(tkv_print_config(&back, json, again, sizeof again, &more), TKV_OK);
+            CHECK_EQ(tkv_print_config(&back, style, again, sizeof again, &more), TKV_OK);
             CHECK_STR(text, again);
             CHECK_EQ(needed, more);
         }
@@ -600,7 +824,7 @@ TEST(pressure_keys) {
     tkv_pressure controller;
     char reason[REASON];
     tkv_rng r = tkv_rng_seed(3);
-    int i, k, json;
+    int i, k, style;
     CHECK_EQ(
         parse_config(&cfg, "budget.pressure.alpha = .1\nbudget.pressure.profile = aggressive # then", reason),
         TKV_OK);
@@ -651,8 +875,8 @@ TEST(pressure_keys) {
         p->alpha = random_float(&r, 0, 1);
         p->min_level = tkv_rng_below(&r, 3);
         p->max_level = tkv_rng_below(&r, 4) - 1;
-        for (json = 0; json < 2; json++) {
-            CHECK_EQ(tkv_print_config(&cfg, json, text, sizeof text, NULL), TKV_OK);
+        for (style = 0; style < TKV_TEXT_COUNT; style++) {
+            CHECK_EQ(tkv_print_config(&cfg, style, text, sizeof text, NULL), TKV_OK);
             memset(&back, 0, sizeof back);
             CHECK_MSG(parse_config(&back, text, reason) == TKV_OK, "%s", reason);
             CHECK_MEM(&cfg, &back, sizeof cfg);
@@ -682,13 +906,16 @@ static int parse_exact_copy(const char *bytes, size_t n) {
 
 TEST(any_bytes_parse) {
     static const char pieces[][16] = {
-        "n_layers",    "layers",  "[",         "]",      "[0-4095]", ".",      "rope",     "dim",
-        "scale",       "=",       " = ",       ":",      ",",        "\"",     "{",        "}",
-        "\n",          "#",       "none",      "all",    "a30/r20",  "1",      "-1",       "1e5",
-        "preset",      "adr",     "fit",       "+",      "clip",     "0",      "99999999", "\r\n",
-        "frequencies", "off",     "unlimited", "zero",   "model.",   "tiers.", "format.",  "budget.",
-        "pressure.",   "profile", "alpha",     "archive"};
-    const char *const texts[] = {sample, sample_json, pressure_sample};
+        "n_layers",    "layers",  "[",         "]",       "[0-4095]", ".",      "rope",     "dim",
+        "scale",       "=",       " = ",       ":",       ",",        "\"",     "{",        "}",
+        "\n",          "#",       "none",      "all",     "a30/r20",  "1",      "-1",       "1e5",
+        "preset",      "adr",     "fit",       "+",       "clip",     "0",      "99999999", "\r\n",
+        "frequencies", "off",     "unlimited", "zero",    "model.",   "tiers.", "format.",  "budget.",
+        "pressure.",   "profile", "alpha",     "archive", "[[",       "]]",     "]\n[",     "model",
+        "tiers",       "ladder",  "0-2",       "null",    "{\"",      "\": {",  "\": [{",   "'",
+        "window",      "= {",     "_",         ", "};
+    const char *const texts[] = {sample,       sample_json,  pressure_sample, spellings[1],
+                                 spellings[2], spellings[3], spellings[4],    spellings[5]};
     tkv_rng r = tkv_rng_seed(4);
     char text[40 * sizeof pieces[0]];
     size_t n, i;
@@ -700,7 +927,7 @@ TEST(any_bytes_parse) {
         memcpy(copy, texts[text_index], size);
         for (n = 0; n <= size; n++) n_valid += parse_exact_copy(copy, n);
         for (i = 0; i < size; i++)
-            for (k = 0; k < 256; k += tkv_test_quick() ? 37 : 5) {
+            for (k = 0; k < 256; k += tkv_test_quick() ? 37 : 11) {
                 copy[i] = (char)(texts[text_index][i] ^ k);
                 n_valid += parse_exact_copy(copy, size);
                 copy[i] = texts[text_index][i];
@@ -942,9 +1169,13 @@ TEST(prometheus_lines) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(both_syntaxes);
+    RUN(spellings_read_alike);
+    RUN(styles_of_writing);
+    RUN(presets_in_every_style);
     RUN(budgets);
     RUN(limits_of_whole_numbers);
     RUN(empty_texts);
+    RUN(other_names_of_formats);
     RUN(presets_come_first);
     RUN(sentences_of_mistakes);
     RUN(rope_of_layers);

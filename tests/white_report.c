@@ -202,6 +202,26 @@ TEST(fields_of_a_small_config) {
     CHECK_EQ(tkvi_write_text(write_small_config, &m, text, sizeof text, NULL), TKV_ERR_CONFIG);
 }
 
+/* Objects lie inside one another up to a bound, whatever the names of the fields are. */
+TEST(depth_has_a_bound) {
+    static const tkvi_fields fields[] = {{"a.b.c.d.e.f.g.h", 0, 0, 0, TKVI_ROWS_OF(small_rows)},
+                                         {"b.b.c.d.e.f.g", 0, 0, 0, TKVI_ROWS_OF(small_rows)}};
+    static const char deep[] =
+        "{\"a\":{\"b\":{\"c\":{\"d\":{\"e\":{\"f\":{\"g\":{\"h\":{\"bytes\":5}}}}}}}}}",
+                      deepest[] = "{\"b\":{\"b\":{\"c\":{\"d\":{\"e\":{\"f\":{\"g\":{\"bytes\":5}}}}}}}}";
+    char reason[REASON];
+    small_config m;
+    tkvi_parser p;
+    memset(&m, 0, sizeof m);
+    tkvi_parse_begin(&p, fields, 2, &m, deep, strlen(deep), reason, REASON);
+    CHECK_EQ(tkvi_parse_all(&p, TKVI_CHECK), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "line 1: objects lie too deep inside one another");
+    CHECK_EQ(m.bytes, 0);
+    tkvi_parse_begin(&p, fields, 2, &m, deepest, strlen(deepest), reason, REASON);
+    CHECK_EQ(tkvi_parse_all(&p, TKVI_CHECK), TKV_OK);
+    CHECK_EQ(m.bytes, 5);
+}
+
 /* >>metrics */
 /* Rows of one metric are adjacent, and only the first has a help text. Names are unique in a section. */
 TEST(metric_rows_are_in_order) {
@@ -225,6 +245,7 @@ int main(int argc, char **argv) {
     RUN(every_field_has_a_row);
     RUN(values_of_rows_have_public_names);
     RUN(fields_of_a_small_config);
+    RUN(depth_has_a_bound);
     RUN(metric_rows_are_in_order);
     return tkv_test_end();
 }

@@ -1213,7 +1213,8 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     if (!st) {
         tkv_pressure_config full;
         wrong = tkvi_pressure_for(cfg, &full);
-        if (wrong) return tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
+        if (wrong) st = tkvi_bad_text(reason, size, "budget.pressure: ", wrong);
+        if (wrong && tkvi_jump_is_left_out(&cfg->budget.pressure)) st = TKV_ERR_UNSUPPORTED;
     }
     if (TKVI_HAS_EVICT && !st && cfg->tiers.n_anchors && tkvi_anchor_fault(cfg))
         return tkvi_bad(reason, size, "tiers.n_anchors", cfg->tiers.n_anchors, tkvi_anchor_fault(cfg));

@@ -563,6 +563,9 @@ static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, s
     target = tkvi_pressure_sample(
         &kv->budget.pressure, used_pressure > reported_pressure ? used_pressure : reported_pressure, level);
     if (target < level && tkvi_can_relax(kv, request)) tkvi_change_level(kv, level - 1);
+    if (TKVI_HAS_METER && p->jump && target > level + 1 &&
+        !(tkvi_has_open_step(kv) && tkvi_has_missing_tables(kv)))
+        tkvi_change_level(kv, target);
     level = kv->tables.level;
     kv->budget.recode_backlog += (int64_t)(new_bytes + new_bytes / 2);
     if (kv->budget.recode_backlog > 0 && (target > level || tkvi_is_full(kv))) {

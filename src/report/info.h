@@ -62,6 +62,12 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
             *value = i;
             return TKV_OK;
         }
+#ifndef TKV_NO_REPORTS
+    if (kind == TKV_NAME_FORMAT && tkvi_find_format(name) != TKV_FORMAT_DEFAULT) {
+        *value = (int)tkvi_find_format(name);
+        return TKV_OK;
+    }
+#endif
     return TKV_ERR_RANGE;
 }
 

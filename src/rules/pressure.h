@@ -6,6 +6,8 @@
  *     average   -> tighten while it is at or above the next threshold
  *               -> relax one level while it is below the present threshold - hysteresis
  *
+ * With cfg.jump, a pressure that is levels above the present one becomes the average.
+ *
  * A lock guards the state of a controller, so a reader always gets counters that match the level. Without atomics
  * (neither gcc nor clang) only one thread may use a controller.
  */
@@ -13,12 +15,13 @@
 #define TKVI_RULES_PRESSURE_H
 
 #include "core/base.h"
+#include "core/switches.h"
 
 /* In the order of tkv_pressure_profile. */
 static const tkv_pressure_config tkvi_profiles[TKV_PROFILE_COUNT] = {
-    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0},
-    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF},
-    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0},
+    {TKV_PROFILE_DEFAULT, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, 0, 0},
+    {TKV_PROFILE_FP16_ONLY, {.80f, .95f, 0, 0, 0, 0, 0}, .05f, .20f, 0, TKV_OFF, 0},
+    {TKV_PROFILE_AGGRESSIVE, {.50f, .80f, 0, 0, 0, 0, 0}, .05f, .30f, 1, 0, 0},
 };
 
 static const char *tkvi_profile_name(tkv_pressure_profile p) {
@@ -41,11 +44,14 @@ static int tkvi_pressure_levels(const tkv_pressure_config *cfg) {
 /* Returns whether x is in [low, high]. A NaN is not, even with -ffast-math: the finite test reads bits. */
 static int tkvi_within(float x, float low, float high) { return tkvi_is_finite(x) && x >= low && x <= high; }
 
+static int tkvi_jump_is_left_out(const tkv_pressure_config *cfg) { return !TKVI_HAS_METER && cfg->jump; }
+
 /* Copies *from to *cfg and fills in defaults. Returns NULL, or the reason why the config is invalid. */
 static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_pressure_config *cfg) {
     const tkv_pressure_config *profile = tkvi_profile_of(from);
     int i, n, any = 0;
     *cfg = *from;
+    if (tkvi_jump_is_left_out(cfg)) return "TKV_NO_METER leaves jump out";
     if (!tkvi_profile_name(cfg->profile)) return "profile must be a tkv_pressure_profile";
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) any |= tkvi_bits(cfg->threshold[i]) != 0;
     if (!any) {
@@ -72,6 +78,7 @@ static const char *tkvi_pressure_fill(const tkv_pressure_config *from, tkv_press
     if (cfg->max_level < 0 || cfg->max_level > n)
         return "max_level must be a level, TKV_OFF or 0 for the last";
     if (cfg->min_level < 0 || cfg->min_level > cfg->max_level) return "min_level must be from 0 to max_level";
+    if (TKVI_HAS_METER && cfg->jump & ~1) return "jump must be 0 or 1";
     return NULL;
 }
 
@@ -83,10 +90,17 @@ static float tkvi_relax_below(const tkv_pressure_config *cfg, int i) {
     return tkvi_threshold(cfg, i) - tkvi_number(cfg->hysteresis);
 }
 
+/* Returns the level that a pressure raises `level` to, any number of levels up. */
+static int tkvi_raised_level(const tkv_pressure_config *cfg, float pressure, int level) {
+    const int n = tkvi_pressure_levels(cfg);
+    while (level < n && pressure >= tkvi_threshold(cfg, level)) level++;
+    return level;
+}
+
 /* Returns the level that follows `level` at this average: any number of levels up, or one down. */
 static int tkvi_pressure_target(const tkv_pressure_config *cfg, float average, int level) {
-    int n = tkvi_pressure_levels(cfg), had = level;
-    while (level < n && average >= tkvi_threshold(cfg, level)) level++;
+    const int had = level;
+    level = tkvi_raised_level(cfg, average, level);
     if (level == had && level > 0 && average < tkvi_relax_below(cfg, level - 1)) level--;
     return tkvi_max(cfg->min_level, tkvi_min(cfg->max_level, level));
 }
@@ -121,6 +135,9 @@ static void tkvi_pressure_take(tkv_pressure *p, float pressure) {
     const float x = pressure < 0.0f ? 0.0f : pressure > 1.0f ? 1.0f : pressure, a = p->cfg.alpha;
     const float step = now->samples ? x - now->last : 0.0f;
     now->average = now->samples ? now->average + a * (x - now->average) : x;
+    if (TKVI_HAS_METER && p->cfg.jump && x > now->average &&
+        tkvi_min(p->cfg.max_level, tkvi_raised_level(&p->cfg, x, now->level)) > now->level + 1)
+        now->average = x;
     now->trend += a * (step - now->trend);
     now->last = x;
     now->peak = x > now->peak ? x : now->peak;

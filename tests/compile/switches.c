@@ -461,6 +461,7 @@ static void metering(void) {
     const tkv_status want = no_meter ? TKV_ERR_UNSUPPORTED : TKV_OK;
     size_t needed = 0;
     tkv_level level[2];
+    tkv_pressure controller;
     memset(level, 0, sizeof level);
     cfg.meter.heads = 1;
     cfg.meter.every = 1;
@@ -476,6 +477,11 @@ static void metering(void) {
         cfg.budget.adapt = 1;
         CHECK(config_refused(&cfg, "budget.adapt is 1;", no_meter));
         cfg.budget.adapt = 0;
+        cfg.budget.pressure.jump = 1;
+        CHECK(config_refused(&cfg, "leaves jump out", no_meter));
+        CHECK(tkv_init_pressure(&controller, &cfg.budget.pressure, reason, sizeof reason) == TKV_ERR_CONFIG);
+        CHECK(strstr(reason, no_meter) != NULL);
+        cfg.budget.pressure.jump = 0;
     }
     CHECK((tkv_apply_preset(&cfg, "growing") == TKV_OK) == !no_meter);
     if (!no_meter) CHECK(tkv_apply_preset(&cfg, "balanced") == TKV_OK);
@@ -517,14 +523,22 @@ static void reports(void) {
     tkv_config cfg = config();
     tkv_cache *kv = cache(&cfg);
     char text[4096];
+    int found = -1;
+#ifndef TKV_NO_REPORTS
+    tkv_level_info level;
+#endif
     if (!kv) return;
 #ifdef TKV_NO_REPORTS
+    CHECK(tkv_find_name(TKV_NAME_FORMAT, "q4", &found) == TKV_ERR_RANGE);
     tkv_destroy(kv);
     kv = NULL;
     CHECK(tkv_create_ex(&cfg, "{}", 2, &kv, text, sizeof text) == TKV_ERR_UNSUPPORTED && !kv);
     CHECK(strstr(text, "TKV_NO_REPORTS") != NULL);
 #else
     CHECK(tkv_print_config(&cfg, 1, text, sizeof text, NULL) == TKV_OK);
+    CHECK(tkv_get_level(kv, 0, &level) == TKV_OK && strcmp(level.tag, "a30/r30") == 0);
+    CHECK(tkv_find_level(kv, "a30/r30", &found) == TKV_OK && found == 0);
+    CHECK(tkv_find_name(TKV_NAME_FORMAT, "q4", &found) == TKV_OK && found == TKV_KIVI4);
     CHECK(tkv_print_report(kv, TKV_REPORT_JSON, NULL, text, sizeof text, NULL) == TKV_OK);
     tkv_destroy(kv);
 #endif

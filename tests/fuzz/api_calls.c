@@ -1602,6 +1602,7 @@ static void choose_config(void) {
     cfg.tiers.sink_tokens = more / 4 % 4 == 3 ? TKV_OFF : more / 4 % 4 * 5;
     cfg.host.precise = more / 16 % 2;
     cfg.host.wipe_freed = more / 32 % 2;
+    cfg.budget.pressure.jump = more / 32 % 2;
     if (more / 64 % 4 == 1) cfg.meter.heads = 1;
     if (more / 64 % 4 >= 1 || (row[0].k == TKV_KVQUANT4 && more / 64 % 4 == 0)) {
         cfg.model.rope.dim = old & 1 ? 8 : shape[2] / 4 * 4;
@@ -1723,7 +1724,7 @@ static void run_text(const char *text, size_t size) {
     static char printed[2][1 << 16];
     tkv_config_arrays room, room_2;
     tkv_config a = tkv_default_config(), b = tkv_default_config();
-    const int json = next_byte() % 2;
+    const int style = next_byte() % TKV_TEXT_COUNT;
     char reason[200] = "";
     size_t needed = 0;
     tkv_cache *cache = NULL;
@@ -1735,12 +1736,12 @@ static void run_text(const char *text, size_t size) {
     st = tkv_parse_config(&a, &room, text, size, reason, sizeof reason);
     CHECK(st == TKV_OK || (st == TKV_ERR_CONFIG && reason[0]));
     if (st) return;
-    if (tkv_print_config(&a, json, printed[0], sizeof printed[0], &needed) != TKV_OK) return;
+    if (tkv_print_config(&a, style, printed[0], sizeof printed[0], &needed) != TKV_OK) return;
     CHECK_EQ(strlen(printed[0]) + 1, needed);
     st = tkv_parse_config(&b, &room_2, printed[0], needed - 1, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "its own text is refused: %s", reason);
     if (st) return;
-    CHECK_EQ(tkv_print_config(&b, json, printed[1], sizeof printed[1], &needed), TKV_OK);
+    CHECK_EQ(tkv_print_config(&b, style, printed[1], sizeof printed[1], &needed), TKV_OK);
     CHECK_STR(printed[1], printed[0]);
     st = tkv_validate_config(&a, reason, sizeof reason);
     CHECK_EQ(st == TKV_OK, reason[0] == 0);
