@@ -221,7 +221,7 @@ plot = if $(PYTHON) -c 'import matplotlib' 2>/dev/null; then \
            $(PYTHON) bench/plot.py $(1) $(2) && echo 'picture: $(2)'; \
        else echo 'no picture: $(PYTHON) has no matplotlib'; fi
 
-tables: build/bench/quality
+tables: build/bench/quality build/bench/tasks
 	@mkdir -p build/quality
 	$(PYTHON) bench/tables.py --run $(TABLES)
 	@if [ -f build/quality/smollm2.csv ]; then $(call plot,build/quality/smollm2.csv,bench/quality.svg); fi

@@ -38,8 +38,8 @@ static const char usage[] =
     "  --questions N       questions for each depth (20)\n"
     "  --per-depth N       numbers at each depth of one context (2)\n"
     "  --needle TEXT       line with the number, which replaces #####, and a name, which replaces <name>\n"
-    "                      (The pass key of <name> is #####.)\n"
-    "  --question TEXT     line with the question (The pass key of <name> is)\n"
+    "                      (The pass key of <name> is <name> #####. Remember <name> #####.)\n"
+    "  --question TEXT     line with the question (The pass key of <name> is <name>)\n"
     "\n"
     "choice:\n"
     "  --file FILE         questions (bench/questions.txt, which says how it is written)\n"
@@ -362,8 +362,8 @@ static void set_defaults(void) {
     memset(&all, 0, sizeof all);
     parse_depths("5,15,25,35,45,55,65,75,85,95");
     all.hiding.per_depth = 2;
-    all.hiding.needle = "The pass key of <name> is #####.";
-    all.hiding.question = "The pass key of <name> is";
+    all.hiding.needle = "The pass key of <name> is <name> #####. Remember <name> #####.";
+    all.hiding.question = "The pass key of <name> is <name>";
     all.questions = 20;
     all.folds = 2;
     all.shots = 100000;
