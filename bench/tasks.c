@@ -104,7 +104,7 @@ static void progress(int position, int n) {
     all.work += work_of(position, n);
     const double left = all.total_work > all.work ? t * (all.total_work / all.work - 1) : 0;
     if (now - all.shown > 0.5) {
-        fprintf(stderr, "\r%d of %d contexts read, %.0f %%, %.0f seconds left   ", all.next / all.n_plans,
+        fprintf(stderr, "\rcontext %d of %d, %.0f %%, %.0f seconds left   ", (all.next - 1) / all.n_plans + 1,
                 all.n_contexts, 100 * all.work / all.total_work, left);
         fflush(stderr);
         all.shown = now;
@@ -436,6 +436,8 @@ int main(int argc, char **argv) {
     read_text();
     if (all.is_choice) read_questions();
     make_contexts();
+    if (all.csv_path)
+        write_csv(); /* a path that cannot be written ends the program here, not after an hour */
     run_jobs(threads);
     printf("%s, %s, %d contexts of %d tokens\n", base_name(all.model_path), base_name(all.text_path),
            all.n_contexts, all.hiding.length);
