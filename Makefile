@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run npc budget calibrate picture test fuzz bench rivals speed quality tables report model texts header check layout format ci \
+.PHONY: help run npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
@@ -27,6 +27,8 @@ help:
 	@echo '                with ik_llama.cpp too: ARGS="--ik DIR" (bench/rivals.py)'
 	@echo 'make speed      measures both and draws the picture in the README'
 	@echo 'make quality MODEL=file    measures the loss of formats on a real model; ARGS=--help lists options'
+	@echo 'make tasks MODEL=file      asks a real model for hidden numbers and answers, in hours; TASK="passkey choice",'
+	@echo '                ARGS="--plan preset=compact" (build/bench/tasks --help)'
 	@echo 'make tables     makes all tables and the picture of bench/QUALITY.md, in hours; TABLES="name ..."'
 	@echo 'make report     makes a page of quality, speed and budgets from runs in build/; measures quickly what is missing'
 	@echo 'make gpu-check  tests tieredkv_cuda.cu on a GPU against the CPU, and with compute-sanitizer'
@@ -195,8 +197,8 @@ speed: build/bench/attend
 	$(MAKE) rivals ARGS='--only decode --ctx 4096,16384,65536 $(ARGS)'
 	$(PYTHON) bench/plot.py --speed build/speed.csv build/rivals.csv bench/speed.svg
 
-# This program runs for minutes, so it is built for this machine if the compiler knows -march=native.
-build/bench/quality: CFLAGS += -O3 $(shell $(CC) -march=native -fsyntax-only -x c /dev/null 2>/dev/null && \
+# These programs run for minutes, so they are built for this machine if the compiler knows -march=native.
+build/bench/quality build/bench/tasks: CFLAGS += -O3 $(shell $(CC) -march=native -fsyntax-only -x c /dev/null 2>/dev/null && \
                                            echo -march=native)
 
 QUALITY = build/quality/$(basename $(notdir $(MODEL)))
@@ -207,11 +209,20 @@ quality: build/bench/quality
 	./build/bench/quality $(MODEL) --csv $(QUALITY).csv $(ARGS)
 	@$(call plot,$(QUALITY).csv,$(QUALITY).svg)
 
+# Answers of a model: passkeys, and questions with options. ARGS goes to both.
+TASK = passkey choice
+TASKS = build/tasks/$(basename $(notdir $(MODEL)))
+
+tasks: build/bench/tasks
+	@$(if $(MODEL),,echo 'make tasks MODEL=file.gguf'; exit 1)
+	@mkdir -p $(dir $(TASKS))
+	@for task in $(TASK); do ./build/bench/tasks $$task $(MODEL) --csv $(TASKS)-$$task.csv $(ARGS) || exit 1; done
+
 plot = if $(PYTHON) -c 'import matplotlib' 2>/dev/null; then \
            $(PYTHON) bench/plot.py $(1) $(2) && echo 'picture: $(2)'; \
        else echo 'no picture: $(PYTHON) has no matplotlib'; fi
 
-tables: build/bench/quality
+tables: build/bench/quality build/bench/tasks
 	@mkdir -p build/quality
 	$(PYTHON) bench/tables.py --run $(TABLES)
 	@if [ -f build/quality/smollm2.csv ]; then $(call plot,build/quality/smollm2.csv,bench/quality.svg); fi

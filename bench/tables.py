@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the tables of QUALITY.md from CSV files of bench/quality.
+"""Makes the tables of QUALITY.md from CSV files of bench/quality and bench/tasks.
 
     python3 bench/tables.py FILE.csv [sides]   prints a table
     python3 bench/tables.py --fill             writes the tables of all existing CSV files into QUALITY.md
@@ -81,6 +81,37 @@ def table(rows):
     return caption(rows) + layout(head + ["99.9 %", "top-1 %", "dPPL %"] + ["passkey"] * keys, lines)
 
 
+def share(row, name, of, low, high):
+    """Returns a count, its share in percent and the 95 % interval of the share."""
+    n, all_of = int(row[name]), int(row[of])
+    percent = "%.1f" % (100.0 * n / all_of) if all_of else "-"
+    return "%d, %s (%.1f to %.1f)" % (n, percent, 100 * float(row[low]), 100 * float(row[high]))
+
+
+def key_table(rows):
+    """Returns the table of `tasks passkey`: a line for each plan, with all depths together and apart."""
+    depths = list(dict.fromkeys(row["depth"] for row in rows if row["depth"] != "all"))
+    lines = []
+    for plan in dict.fromkeys(row["plan"] for row in rows):
+        by_depth = {row["depth"]: row for row in rows if row["plan"] == plan}
+        whole = by_depth["all"]
+        lines.append(["`%s`" % plan, "%.2f" % float(whole["ratio"]), whole["asked"], whole["exact_right"],
+                      share(whole, "right", "exact_right", "low", "high")]
+                     + ["%s of %s" % (by_depth[d]["right"], by_depth[d]["exact_right"]) for d in depths])
+    return layout(["plan", "ratio", "asked", "exact right", "plan right of these, % (95 %)"]
+                  + ["%s %%" % d for d in depths], lines)
+
+
+def choice_table(rows):
+    """Returns the table of `tasks choice`."""
+    counts = ["acc", "acc_norm", "same", "same_norm"]
+    lines = [["`%s`" % row["plan"], "%.2f" % float(row["ratio"]), row["asked"]]
+             + [share(row, name, "asked", name + "_low", name + "_high") for name in counts]
+             + [short(float(row["moved_nats"]))] for row in rows]
+    return layout(["plan", "ratio", "asked", "acc, % (95 %)", "acc per byte", "exact's choice, % (95 %)",
+                   "exact's choice per byte", "moved, nats"], lines)
+
+
 def without_tables(plan):
     return " ".join(word for word in plan.split() if not word.startswith("tables="))
 
@@ -101,6 +132,15 @@ def sides(rows):
     names = ["learned online"] + ["`%s`" % word for word in words]
     return caption(rows) + layout(["plan", "bits"] + ["KL, " + name for name in names]
                                   + ["dPPL %, " + name for name in names], lines)
+
+
+def table_of(rows, compares_sides):
+    """Returns the table for the columns of a CSV file."""
+    if "exact_right" in rows[0]:
+        return key_table(rows)
+    if "acc_norm" in rows[0]:
+        return choice_table(rows)
+    return sides(rows) if compares_sides else table(rows)
 
 
 # >>the page
@@ -140,7 +180,7 @@ def fill(page):
         rows = read_rows(path)
         if not rows:
             sys.exit("tables: %s is empty" % path)
-        return match.group(1) + "\n".join((sides if match.group(3) else table)(rows)) + "\n" + match.group(4)
+        return match.group(1) + "\n".join(table_of(rows, match.group(3))) + "\n" + match.group(4)
 
     return PLACE.sub(filled, page)
 
@@ -149,7 +189,7 @@ def main():
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(__doc__)
     if sys.argv[1] not in ("--fill", "--run"):
-        print("\n".join((sides if sys.argv[2:] == ["sides"] else table)(read_rows(sys.argv[1]))))
+        print("\n".join(table_of(read_rows(sys.argv[1]), sys.argv[2:] == ["sides"])))
         return
     with open(PAGE) as f:
         page = f.read()

@@ -38,6 +38,23 @@ class Tables(unittest.TestCase):
         self.assertEqual(cells[2:5], ["0.250 +- 0.0010", "0.500 +- 0.0010", "0.125 +- 0.0010"])
         self.assertEqual(len(said), 5)  # b has no row without tables
 
+    def test_tasks(self):
+        head = dict(plan="a", ratio="3.701", asked="8", low="0.3", high="0.95")
+        rows = [dict(head, depth="all", exact_right="4", right="3"), dict(head, depth="5", exact_right="1", right="0"),
+                dict(head, depth="95", exact_right="3", right="3")]
+        said = tables.table_of(rows, None)
+        self.assertTrue(said[0].endswith("| 5 % | 95 % |"))
+        self.assertEqual(said[-1], "| `a` | 3.70 | 8 | 4 | 3, 75.0 (30.0 to 95.0) | 0 of 1 | 3 of 3 |")
+        for r in rows:
+            r.update(exact_right="0", right="0")
+        self.assertIn("| 0, - (30.0 to 95.0) |", tables.table_of(rows, None)[-1])
+        names = ("acc", "acc_norm", "same", "same_norm")
+        choice = dict(plan="a", ratio="3.7", asked="10", moved_nats="0.25")
+        for n, name in enumerate(names):
+            choice.update({name: str(n + 5), name + "_low": "0.1", name + "_high": "0.9"})
+        self.assertEqual(tables.table_of([choice], None)[-1], "| `a` | 3.70 | 10 | 5, 50.0 (10.0 to 90.0) | "
+                         "6, 60.0 (10.0 to 90.0) | 7, 70.0 (10.0 to 90.0) | 8, 80.0 (10.0 to 90.0) | 0.250 |")
+
     def test_commands(self):
         page = ("    quality MODEL --csv build/quality/x.csv \\\n        --plan y\n\n"
                 "<!-- x.csv -->\nold\n<!-- end -->\n")
@@ -52,7 +69,7 @@ class Tables(unittest.TestCase):
         self.assertEqual(len(names), len(re.findall(r"<!-- end -->", page)))
         self.assertGreater(len(names), 3)
         for name in names:
-            self.assertTrue(tables.command_of(page, name).startswith("build/bench/quality "), name)
+            self.assertRegex(tables.command_of(page, name), "^build/bench/(quality|tasks) ", name)
 
 
 if __name__ == "__main__":
