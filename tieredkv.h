@@ -1141,6 +1141,8 @@
 #define tkv_level_info TKV_NAME_(tkv_level_info)
 #define tkv_limits_config TKV_NAME_(tkv_limits_config)
 #define tkv_load_calibration TKV_NAME_(tkv_load_calibration)
+#define tkv_load_info TKV_NAME_(tkv_load_info)
+#define tkv_load_params TKV_NAME_(tkv_load_params)
 #define tkv_maintain TKV_NAME_(tkv_maintain)
 #define tkv_memory_info TKV_NAME_(tkv_memory_info)
 #define tkv_merge_attention TKV_NAME_(tkv_merge_attention)
@@ -1191,6 +1193,7 @@
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_save_params TKV_NAME_(tkv_save_params)
 #define tkv_scales TKV_NAME_(tkv_scales)
 #define tkv_score_params TKV_NAME_(tkv_score_params)
 #define tkv_score_source TKV_NAME_(tkv_score_source)
@@ -1210,6 +1213,7 @@
 #define tkv_seq_keep TKV_NAME_(tkv_seq_keep)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
+#define tkv_seq_load TKV_NAME_(tkv_seq_load)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
 #define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
@@ -1217,6 +1221,8 @@
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
+#define tkv_seq_save TKV_NAME_(tkv_seq_save)
+#define tkv_seq_save_to TKV_NAME_(tkv_seq_save_to)
 #define tkv_seq_set_sinks TKV_NAME_(tkv_seq_set_sinks)
 #define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
 #define tkv_seq_slide TKV_NAME_(tkv_seq_slide)
@@ -1239,6 +1245,7 @@
 #define tkv_type TKV_NAME_(tkv_type)
 #define tkv_update_importance TKV_NAME_(tkv_update_importance)
 #define tkv_validate_config TKV_NAME_(tkv_validate_config)
+#define tkv_write_bytes TKV_NAME_(tkv_write_bytes)
 #endif
 
 #endif /* TKV_PREFIX_H */
@@ -2264,6 +2271,75 @@ TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens);
  * Errors: TKV_ERR_ARG. Cost: O(states of the sequence). */
 TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, int *n_tokens, int capacity,
                                        int *n);
+
+/* >>save and load. A saved sequence is its blocks as they lie, with the tables that they need, masks, positions, pins,
+ * states, and token numbers of the caller's. Each section has an XXH64, and so has the index at the end. The same
+ * bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is coded
+ * with the tables of this cache: the same bits with frozen tables. A checksum finds accidents. It does not stop an
+ * attacker: authenticate files that others could write.
+ *
+ * Example:
+ *     tkv_save_params save = {0};
+ *     save.seq = 3, save.model = name, save.model_bytes = strlen(name);
+ *     st = tkv_seq_save(kv, &save, NULL, 0, &bytes);         // how many bytes
+ *     st = tkv_seq_save(kv, &save, buffer, bytes, NULL);
+ *     tkv_load_params load = {0};
+ *     load.seq = 7, load.model = name, load.model_bytes = strlen(name);
+ *     st = tkv_seq_load(kv, &load, buffer, bytes, NULL);     // sequence 7 was empty */
+typedef struct tkv_save_params { /* fill with zeros first */
+    int seq;
+    const void *model; /* bytes that name the model and its weights; a load must give the same. May be NULL */
+    size_t model_bytes;
+    const int *tokens; /* NULL, or [n_tokens] token numbers, which a load gives back */
+    int n_tokens;
+    int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
+} tkv_save_params;
+typedef struct tkv_load_params { /* fill with zeros first */
+    int seq;                     /* an empty sequence */
+    const void *model;           /* as in tkv_save_params */
+    size_t model_bytes;
+    int *tokens; /* NULL, or room for the saved token numbers */
+    int token_capacity;
+} tkv_load_params;
+typedef struct tkv_load_info {
+    int n_tokens;       /* of the sequence */
+    int n_saved_tokens; /* token numbers in the file */
+    int n_tables;       /* tables that the cache did not have, all layers together */
+    int n_recoded;      /* blocks coded again with the cache's table, as a layer has at most four */
+} tkv_load_info;
+typedef int (*tkv_write_bytes)(void *user, const void *bytes,
+                               size_t size); /* returns 0, or not 0 after a failure */
+/* Saves a sequence to memory.
+ *   buf      [size] receives the bytes, not zero-ended; NULL: only counts
+ *   needed   (may be NULL if buf is not) receives the number of bytes
+ * Errors:
+ *   TKV_ERR_CAPACITY     size is too small
+ *   TKV_ERR_NO_SOURCE    a block is discarded (tkv_seq_recompute)
+ *   TKV_ERR_STATE        a step is open in the sequence
+ *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
+ * Cost: O(bytes), twice: they are copied, then hashed. */
+TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
+                                size_t *needed);
+/* Saves a sequence through a callback, which gets the bytes piece by piece, in order. After an error the pieces are of
+ * no use. Errors: as tkv_seq_save, and TKV_ERR_IO (the callback failed). Cost: as tkv_seq_save. */
+TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
+                                   void *user);
+/* Loads a saved sequence into an empty one. All of the file is verified first. After an error the sequence is empty,
+ * and all others have the tokens that they had.
+ *   bytes   [size] a saved sequence, at any address
+ *   out     (may be NULL) receives what was loaded
+ * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
+ * Blocks keep their formats until age or a budget moves them.
+ * Errors:
+ *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
+ *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats
+ *   TKV_ERR_STATE      the sequence is not empty, or a step is open
+ *   TKV_ERR_CAPACITY   token_capacity or max_tokens is too small, or no version of a table is free
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
+ * Cost: O(bytes). It takes memory for one block and one table of a layer meanwhile. */
+TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
+                                tkv_load_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -3545,6 +3621,12 @@ extern "C" {
 #define TKVI_HAS_DISCARD 1
 #endif
 
+#if defined(TKV_CORE) || defined(TKV_NO_SAVE)
+#define TKVI_HAS_SAVE 0
+#else
+#define TKVI_HAS_SAVE 1
+#endif
+
 #if defined(TKV_CORE) || defined(TKV_NO_METER)
 #define TKVI_HAS_METER 0
 #else
@@ -4270,26 +4352,16 @@ static uint64_t tkvi_xxh64_merge(uint64_t sum, uint64_t lane) {
     return (sum ^ tkvi_xxh64_round(0, lane)) * TKVI_XXH64_PRIME1 + TKVI_XXH64_PRIME4;
 }
 
-static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
-    const size_t size = n;
-    uint64_t sum = seed + TKVI_XXH64_PRIME5;
-    if (n >= 32) {
-        uint64_t a = seed + TKVI_XXH64_PRIME1 + TKVI_XXH64_PRIME2, b = seed + TKVI_XXH64_PRIME2, c = seed,
-                 d = seed - TKVI_XXH64_PRIME1;
-        for (; n >= 32; p += 32, n -= 32) {
-            a = tkvi_xxh64_round(a, tkvi_load64(p));
-            b = tkvi_xxh64_round(b, tkvi_load64(p + 8));
-            c = tkvi_xxh64_round(c, tkvi_load64(p + 16));
-            d = tkvi_xxh64_round(d, tkvi_load64(p + 24));
-        }
-        sum = tkvi_rotate_left(a, 1) + tkvi_rotate_left(b, 7) + tkvi_rotate_left(c, 12) +
-              tkvi_rotate_left(d, 18);
-        sum = tkvi_xxh64_merge(sum, a);
-        sum = tkvi_xxh64_merge(sum, b);
-        sum = tkvi_xxh64_merge(sum, c);
-        sum = tkvi_xxh64_merge(sum, d);
-    }
-    sum += (uint64_t)size;
+static uint64_t tkvi_xxh64_join(const uint64_t *lane) {
+    uint64_t sum = tkvi_rotate_left(lane[0], 1) + tkvi_rotate_left(lane[1], 7) +
+                   tkvi_rotate_left(lane[2], 12) + tkvi_rotate_left(lane[3], 18);
+    int i;
+    for (i = 0; i < 4; i++) sum = tkvi_xxh64_merge(sum, lane[i]);
+    return sum;
+}
+
+/* The end of the algorithm: n < 32 bytes that no lane took. */
+static uint64_t tkvi_xxh64_finish(uint64_t sum, const uint8_t *p, size_t n) {
     for (; n >= 8; p += 8, n -= 8)
         sum = tkvi_rotate_left(sum ^ tkvi_xxh64_round(0, tkvi_load64(p)), 27) * TKVI_XXH64_PRIME1 +
               TKVI_XXH64_PRIME4;
@@ -4300,6 +4372,66 @@ static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
     sum = (sum ^ sum >> 33) * TKVI_XXH64_PRIME2;
     sum = (sum ^ sum >> 29) * TKVI_XXH64_PRIME3;
     return sum ^ sum >> 32;
+}
+
+static uint64_t tkvi_xxh64(uint64_t seed, const uint8_t *p, size_t n) {
+    const size_t size = n;
+    uint64_t sum = seed + TKVI_XXH64_PRIME5;
+    if (n >= 32) {
+        uint64_t lane[4], a = seed + TKVI_XXH64_PRIME1 + TKVI_XXH64_PRIME2, b = seed + TKVI_XXH64_PRIME2,
+                          c = seed, d = seed - TKVI_XXH64_PRIME1;
+        for (; n >= 32; p += 32, n -= 32) {
+            a = tkvi_xxh64_round(a, tkvi_load64(p));
+            b = tkvi_xxh64_round(b, tkvi_load64(p + 8));
+            c = tkvi_xxh64_round(c, tkvi_load64(p + 16));
+            d = tkvi_xxh64_round(d, tkvi_load64(p + 24));
+        }
+        lane[0] = a;
+        lane[1] = b;
+        lane[2] = c;
+        lane[3] = d;
+        sum = tkvi_xxh64_join(lane);
+    }
+    return tkvi_xxh64_finish(sum + (uint64_t)size, p, n);
+}
+
+/* XXH64 of bytes that come in pieces, with seed 0. Fill with zeros first. */
+typedef struct tkvi_xxh64_sum {
+    uint64_t lane[4]; /* less their starts */
+    uint8_t held[32]; /* the last n % 32 bytes */
+    uint64_t n;
+} tkvi_xxh64_sum;
+
+static const uint64_t tkvi_xxh64_starts[4] = {0x60ea27eeadc0b5d6u, TKVI_XXH64_PRIME2, 0, 0x61c8864e7a143579u};
+
+static void tkvi_xxh64_lanes(tkvi_xxh64_sum *s, const uint8_t *p) {
+    int i;
+    for (i = 0; i < 4; i++)
+        s->lane[i] = tkvi_xxh64_round(s->lane[i] + tkvi_xxh64_starts[i], tkvi_load64(p + 8 * i)) -
+                     tkvi_xxh64_starts[i];
+}
+
+static void tkvi_xxh64_add(tkvi_xxh64_sum *s, const uint8_t *p, size_t n) {
+    size_t had = (size_t)(s->n % 32), more;
+    s->n += n;
+    if (had) {
+        more = n < 32 - had ? n : 32 - had;
+        memcpy(s->held + had, p, more);
+        if (had + more < 32) return;
+        tkvi_xxh64_lanes(s, s->held);
+        p += more;
+        n -= more;
+    }
+    for (; n >= 32; p += 32, n -= 32) tkvi_xxh64_lanes(s, p);
+    if (n) memcpy(s->held, p, n);
+}
+
+static uint64_t tkvi_xxh64_end(const tkvi_xxh64_sum *s) {
+    uint64_t lane[4], sum = TKVI_XXH64_PRIME5;
+    int i;
+    for (i = 0; i < 4; i++) lane[i] = s->lane[i] + tkvi_xxh64_starts[i];
+    if (s->n >= 32) sum = tkvi_xxh64_join(lane);
+    return tkvi_xxh64_finish(sum + s->n, s->held, (size_t)(s->n % 32));
 }
 
 #endif /* TKVI_CORE_CHECKSUM_H */
@@ -28999,27 +29131,39 @@ static int tkvi_version_of(const tkv_cache *kv, int layout) {
     return layout < kv->tables.n_keys ? -1 : (layout - kv->tables.n_keys) % TKVI_VERSIONS;
 }
 
-/* Returns a version of the layer's table that is neither current nor used by a block, or -1. The first table is
- * version 0. In place only versions that have their memory already count. */
-static int tkvi_free_version(const tkv_cache *kv, int layer) {
-    int used[TKVI_VERSIONS] = {0}, seq, i, v;
-    if (kv->tables.current_version[layer] < 0) return 0;
-    used[(int)kv->tables.current_version[layer]] = 1;
-    for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
+/* Finds the versions of the layer's table that are current or used by a block. In place, those without memory count
+ * too. Returns a mask. */
+static unsigned tkvi_used_versions(const tkv_cache *kv, int layer) {
+    unsigned used = 0;
+    int seq, i, v;
+    if (kv->tables.current_version[layer] >= 0) used = 1u << kv->tables.current_version[layer];
+    for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++)
+        used |= (unsigned)!kv->tables.version[v].bytes << v;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
-            if (version >= 0) used[version] = 1;
+            if (version >= 0) used |= 1u << version;
         }
     }
-    for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
+    return used;
+}
+
+/* Returns a version of the layer's table that is not in a mask, or -1. */
+static int tkvi_version_outside(unsigned mask) {
+    int v = 0;
+    while (v < TKVI_VERSIONS && mask >> v & 1) v++;
     return v < TKVI_VERSIONS ? v : -1;
 }
 
-/* Makes a filled version current: derives its block layouts, and later blocks are coded with it. */
-static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
+/* Returns a version that is neither current nor used by a block, or -1. The first table is version 0. */
+static int tkvi_free_version(const tkv_cache *kv, int layer) {
+    return kv->tables.current_version[layer] < 0 ? 0 : tkvi_version_outside(tkvi_used_versions(kv, layer));
+}
+
+/* Derives the block layouts of a filled version. */
+static void tkvi_lay_out_table(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
@@ -29033,6 +29177,11 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_share_layout(&kv->tables, c, &p->geometry, heads, p->rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
+}
+
+/* Makes a filled version current: later blocks are coded with it. */
+static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
+    tkvi_lay_out_table(kv, layer, version);
     kv->tables.current_version[layer] = (int8_t)version;
 }
 
@@ -29452,12 +29601,41 @@ static size_t tkvi_parts_bytes(const tkvi_geometry *g, int parts) {
 }
 
 /* >>saving */
+/* Writes these parts of a version of the layer's table, as drawn above. Returns the end. */
+static uint8_t *tkvi_save_table(const tkv_cache *kv, int layer, int version, int parts, uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_family *f = NULL;
+    int head, i;
+    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++) {
+        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+        tkvi_store16(at, (uint16_t)h->reach);
+        tkvi_store16(at + 2, (uint16_t)h->k_weight);
+        at[4] = (uint8_t)h->k_top;
+        at[5] = (uint8_t)h->v_top;
+        at += 6;
+        for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
+            const int channel = tkvi_order_at(h->order, g->k_pad, i);
+            at[0] = (uint8_t)(channel & 255);
+            if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
+        }
+        memcpy(at, h->importance, (size_t)g->head_dim);
+        at += g->head_dim;
+        for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+    }
+    while ((f = tkvi_next_family(parts, f)) != NULL) {
+        const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
+        f->save(&from, at);
+        at += f->saved_bytes(g);
+    }
+    return at;
+}
+
 TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed) {
     const tkv_config *cfg;
     uint8_t *at = (uint8_t *)buf;
     uint64_t sum;
     size_t need;
-    int layer, head, i, written_as;
+    int layer, written_as;
     if (!kv || (!buf && !needed)) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     written_as = tkvi_calibration_version(kv);
@@ -29477,31 +29655,10 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
         const int version = kv->tables.current_version[layer];
         const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-        const tkvi_family *f = NULL;
         if (written_as == 2) tkvi_store_geometry(at, g);
         at += tkvi_layer_head_bytes(written_as);
         tkvi_store32(at - 4, (uint32_t)has);
-        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-            tkvi_store16(at, (uint16_t)h->reach);
-            tkvi_store16(at + 2, (uint16_t)h->k_weight);
-            at[4] = (uint8_t)h->k_top;
-            at[5] = (uint8_t)h->v_top;
-            at += 6;
-            for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
-                const int channel = tkvi_order_at(h->order, g->k_pad, i);
-                at[0] = (uint8_t)(channel & 255);
-                if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
-            }
-            memcpy(at, h->importance, (size_t)g->head_dim);
-            at += g->head_dim;
-            for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
-        }
-        while ((f = tkvi_next_family(has, f)) != NULL) {
-            const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
-            f->save(&from, at);
-            at += f->saved_bytes(g);
-        }
+        at = tkvi_save_table(kv, layer, version, has, at);
     }
     sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
     tkvi_store32(at, (uint32_t)sum);
@@ -29540,6 +29697,23 @@ static int tkvi_head_valid(const tkvi_geometry *g, const uint8_t *at) {
     return 1;
 }
 
+/* Returns NULL if saved parts of a layer's table are valid, else the reason. All their bytes are there. */
+static const char *tkvi_find_table_fault(const tkv_cache *kv, int layer, int parts, const uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_family *f = NULL;
+    int head;
+    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++, at += tkvi_head_bytes(g))
+        if (!tkvi_head_valid(g, at)) return "a head of the calibration has invalid values";
+    while ((f = tkvi_next_family(parts, f)) != NULL) {
+        const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
+        const char *fault = NULL;
+        if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
+        if (fault) return fault;
+        at += f->saved_bytes(g);
+    }
+    return NULL;
+}
+
 /* Returns NULL if the bytes are a valid calibration for this cache, else the reason. */
 static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
     static const char *const other_model =
@@ -29547,7 +29721,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     const tkv_config *cfg = &kv->tables.cfg;
     const uint8_t *at, *end;
     uint64_t sum;
-    int layer, head, version;
+    int layer, version;
     if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
         return "these bytes are not a calibration";
     if (tkvi_load32(src + 4) != 1 && tkvi_load32(src + 4) != 2)
@@ -29560,7 +29734,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers) return other_model;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-        const tkvi_family *f = NULL;
+        const char *fault;
         int has;
         if ((size_t)(end - at) < tkvi_layer_head_bytes(version)) return "the calibration ends too early";
         if (!tkvi_has_geometry(version == 2 ? at : src + 12, g)) return other_model;
@@ -29569,19 +29743,10 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
             return "the calibration has a layer that this cache does not have";
         has = (int)tkvi_load32(at);
         at += 4;
-        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
-            if ((size_t)(end - at) < tkvi_head_bytes(g)) return "the calibration ends too early";
-            if (!tkvi_head_valid(g, at)) return "a head of the calibration has invalid values";
-            at += tkvi_head_bytes(g);
-        }
-        while ((f = tkvi_next_family(has, f)) != NULL) {
-            const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
-            const char *fault = NULL;
-            if ((size_t)(end - at) < f->saved_bytes(g)) return "the calibration ends too early";
-            if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
-            if (fault) return fault;
-            at += f->saved_bytes(g);
-        }
+        if ((size_t)(end - at) < tkvi_parts_bytes(g, has)) return "the calibration ends too early";
+        fault = tkvi_find_table_fault(kv, layer, has, at);
+        if (fault) return fault;
+        at += tkvi_parts_bytes(g, has);
     }
     return at == end ? NULL : "the calibration is longer than it should be";
 }
@@ -29603,6 +29768,20 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
         tkvi_set_order(to.order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
         to.importance[i] = used ? importance[i] : (uint8_t)0;
         to.mean[i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
+    }
+}
+
+/* Fills a version with the parts that the layer needs. has: the parts that are saved. */
+static void tkvi_fill_table(tkv_cache *kv, int layer, int version, int has, const uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const int need = tkvi_table_parts(kv, layer);
+    const tkvi_family *f = NULL;
+    int head;
+    for (head = 0; (need & 1) && head < g->n_kv_heads; head++)
+        tkvi_head_load(kv, layer, version, head, at + (size_t)head * tkvi_head_bytes(g));
+    while ((f = tkvi_next_family(need, f)) != NULL) {
+        const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
+        f->load(&to, at + tkvi_parts_bytes(g, has & (f->part - 1)));
     }
 }
 
@@ -29629,7 +29808,7 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
     const uint8_t *at;
     const char *wrong;
     tkv_status st;
-    int layer, head, version = 0, pass;
+    int layer, version = 0, pass;
     if (!kv) return TKV_ERR_ARG;
     if (!src) return tkvi_fail(kv, TKV_ERR_ARG, "the calibration is missing", 0, NULL);
     st = tkvi_between_steps(kv);
@@ -29641,17 +29820,11 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
             int has, need = tkvi_table_parts(kv, layer), use;
-            const tkvi_family *f = NULL;
             at += tkvi_layer_head_bytes((int)tkvi_load32((const uint8_t *)src + 4));
             has = (int)tkvi_load32(at - 4);
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < g->n_kv_heads; head++)
-                tkvi_head_load(kv, layer, version, head, at + (size_t)head * tkvi_head_bytes(g));
-            while (pass && use && (f = tkvi_next_family(need, f)) != NULL) {
-                const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
-                f->load(&to, at + tkvi_parts_bytes(g, has & (f->part - 1)));
-            }
+            if (pass && use) tkvi_fill_table(kv, layer, version, has, at);
             at += tkvi_parts_bytes(g, has);
             if (!pass || !use) continue;
             tkvi_table_use(kv, layer, version);
@@ -42896,17 +43069,1385 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 
 #endif /* TKV_NO_REPORTS */
 #endif /* TKVI_REPORT_STATE_H */
-/* ======== report/end.h ======== */
+/* ======== persist/saved.h ======== */
 /*
- * report/end.h - the last part: undefines internal macros that would otherwise reach the program that includes the
+ * persist/saved.h - the bytes of a saved sequence. All numbers are little-endian. Sections begin at multiples of 64,
+ * and the bytes between them are zero. So blocks lie in a file as they lie in a cache.
+ *
+ *     | head | model | tokens | tables, by layer | lists, by layer | blocks, by layer | states | index | end |
+ *
+ *   head     "TKVS" | u32 version | u64 bytes of all | u64 XXH64 of the model's name | u32 layers | u32 length
+ *            u32 flags: 1 token_meta, 2 scores | zeros to 64
+ *   model    u32 options | i32 value of each of cfg.format | for each layer:
+ *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
+ *            u64 RoPE
+ *   tokens   i32 of the caller's each
+ *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
+ *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
+ *            u32 is_moved | u32 blocks | 2 u32 0 | entries [n] | token_meta [n], if a flag says so
+ *   entry    u32 first entry with its block | i32 start | u64 evicted_mask | u64 sink_mask | i32 shift | i32 turned
+ *            i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | 3 zeros
+ *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
+ *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
+ *   block    u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | 3 zeros
+ *            i32 first position; these of all blocks, zeros to 64, then the records of all
+ *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
+ *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64
+ *   end      u64 offset of the index | u32 sections | u32 version | u64 XXH64 of the index and these 16 bytes
+ *            "TKVSEND", a zero
+ *
+ * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
+ */
+#ifndef TKVI_PERSIST_SAVED_H
+#define TKVI_PERSIST_SAVED_H
+
+
+#define TKVI_SAVED_VERSION 1
+#define TKVI_SAVED_HEAD 64
+#define TKVI_SAVED_LIST 48
+#define TKVI_SAVED_ENTRY 40
+#define TKVI_SAVED_META 168
+#define TKVI_SAVED_SCORES (4 * TKVI_BLOCK)
+#define TKVI_SAVED_BLOCK 12
+#define TKVI_SAVED_STATE 16
+#define TKVI_SAVED_SECTION 32
+#define TKVI_SAVED_END 32
+#define TKVI_NO_VERSION 255
+
+enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2 };
+
+typedef enum tkvi_saved_kind {
+    TKVI_SAVED_HEAD_KIND,
+    TKVI_SAVED_MODEL,
+    TKVI_SAVED_TOKENS,
+    TKVI_SAVED_TABLES,
+    TKVI_SAVED_LISTS,
+    TKVI_SAVED_BLOCKS,
+    TKVI_SAVED_STATES,
+    TKVI_SAVED_KINDS
+} tkvi_saved_kind;
+
+/* 1 if sections of this kind exist once for each layer with blocks of its own. */
+static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_BLOCKS; }
+
+/* Bytes of the record of a block: all heads, without the unused end of its slot. */
+static size_t tkvi_record_bytes(const tkvi_layout *c) {
+    const tkvi_record *last = &c->record[c->n_kv_heads - 1];
+    return last->at + last->k.bytes + last->v.bytes;
+}
+
+/* Hash of what rotates the keys of a layer. 0: nothing is known of it. */
+static uint64_t tkvi_rope_hash(const tkvi_rope *rope) {
+    tkvi_xxh64_sum sum;
+    uint8_t word[8];
+    int j;
+    if (!rope) return 0;
+    memset(&sum, 0, sizeof sum);
+    tkvi_store64(word, (uint64_t)(uint32_t)rope->pairs << 32 | (uint32_t)rope->apart);
+    tkvi_xxh64_add(&sum, word, 8);
+    tkvi_store64(word, (uint64_t)(uint32_t)rope->step << 32 | (uint32_t)rope->first);
+    tkvi_xxh64_add(&sum, word, 8);
+    for (j = 0; j < rope->pairs; j++) {
+        tkvi_store64(word, rope->frequency[j]);
+        tkvi_xxh64_add(&sum, word, 8);
+    }
+    return tkvi_xxh64_end(&sum);
+}
+
+/* 1 if an option of formats decides what bytes of a block mean. `fit` and `squat_block` are choices of encoders. */
+static int tkvi_is_option_of_bytes(const tkvi_row *row) {
+    return row->offset != offsetof(tkv_format_options, fit) &&
+           row->offset != offsetof(tkv_format_options, squat_block);
+}
+
+/* Index in a list of the first entry that holds the block of entry i. */
+static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    uint32_t other = kv->pool.entry[ids[i]].next_holder;
+    int first = i;
+    for (; other != ids[i]; other = kv->pool.entry[other].next_holder) {
+        const int at = tkvi_block_at(kv, list, ids, kv->pool.entry[other].start);
+        if (at >= 0 && at < first && ids[at] == other) first = at;
+    }
+    return first;
+}
+
+#endif /* TKVI_PERSIST_SAVED_H */
+/* ======== persist/save.h ======== */
+/*
+ * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence (persist/saved.h).
+ *
+ * Each section has a function that emits its bytes. It runs three times: its bytes are counted, written, and hashed for
+ * the index. Nothing is stored meanwhile but a table of one layer.
+ */
+#ifndef TKVI_PERSIST_SAVE_H
+#define TKVI_PERSIST_SAVE_H
+
+
+typedef enum tkvi_emit_mode { TKVI_COUNTS, TKVI_WRITES, TKVI_HASHES } tkvi_emit_mode;
+
+typedef struct tkvi_saver {
+    tkv_cache *kv;
+    const tkv_save_params *p;
+    tkvi_emit_mode mode;
+    size_t n;       /* bytes of the section so far */
+    size_t written; /* bytes of all so far */
+    size_t total;   /* of all */
+    uint8_t *buf;   /* NULL: `write` takes the bytes */
+    tkv_write_bytes write;
+    void *user;
+    uint8_t *table;            /* room for a saved table; NULL: no layer has one */
+    tkvi_xxh64_sum sum, index; /* of the section; of the index */
+    tkv_status st;
+} tkvi_saver;
+
+static void tkvi_emit(tkvi_saver *s, const void *bytes, size_t n) {
+    s->n += n;
+    if (s->mode == TKVI_HASHES) tkvi_xxh64_add(&s->sum, (const uint8_t *)bytes, n);
+    if (s->mode != TKVI_WRITES || s->st || !n) return;
+    if (s->buf) memcpy(s->buf + s->written, bytes, n);
+    else if (s->write(s->user, bytes, n))
+        s->st = tkvi_fail(s->kv, TKV_ERR_IO, "the write callback failed", 0, NULL);
+    s->written += n;
+}
+
+static void tkvi_emit_zeros(tkvi_saver *s, size_t n) {
+    static const uint8_t zeros[64] = {0};
+    TKVI_ASSERT(n <= sizeof zeros);
+    tkvi_emit(s, zeros, n);
+}
+
+static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
+
+/* >>sections */
+static int tkvi_saved_flags(const tkvi_saver *s) {
+    if (!TKVI_HAS_EVICT || !s->kv->pool.token_meta) return 0;
+    return TKVI_SAVED_HAS_META | (s->p->with_scores ? TKVI_SAVED_HAS_SCORES : 0);
+}
+
+static void tkvi_emit_head(tkvi_saver *s, int layer) {
+    uint8_t head[TKVI_SAVED_HEAD] = {0};
+    (void)layer;
+    memcpy(head, "TKVS", 4);
+    tkvi_store32(head + 4, TKVI_SAVED_VERSION);
+    tkvi_store64(head + 8, (uint64_t)s->total);
+    tkvi_store64(head + 16, tkvi_xxh64(0, (const uint8_t *)s->p->model, s->p->model_bytes));
+    tkvi_store32(head + 24, (uint32_t)s->kv->tables.cfg.model.n_layers);
+    tkvi_store32(head + 28, (uint32_t)tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS));
+    tkvi_store32(head + 32, (uint32_t)tkvi_saved_flags(s));
+    tkvi_emit(s, head, sizeof head);
+}
+
+static void tkvi_emit_model(tkvi_saver *s, int layer) {
+    const tkv_cache *kv = s->kv;
+    uint8_t at[24];
+    int i;
+    (void)layer;
+    tkvi_store32(at, (uint32_t)TKVI_OPTIONS);
+    tkvi_emit(s, at, 4);
+    for (i = 0; i < TKVI_OPTIONS; i++) {
+        tkvi_store32(at, (uint32_t)tkvi_member_int(&kv->tables.cfg.format, tkvi_option_rows[i].offset));
+        tkvi_emit(s, at, 4);
+    }
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) {
+        const tkvi_plan *p = &kv->tables.plan[i];
+        tkvi_store32(at, (uint32_t)p->stored_layer);
+        tkvi_store_geometry(at + 4, &p->geometry);
+        tkvi_store64(at + 16, tkvi_rope_hash(p->rope));
+        tkvi_emit(s, at, sizeof at);
+    }
+}
+
+static void tkvi_emit_tokens(tkvi_saver *s, int layer) {
+    uint8_t at[64];
+    int i, k, n;
+    (void)layer;
+    for (i = 0; i < s->p->n_tokens; i += n) {
+        n = tkvi_min(16, s->p->n_tokens - i);
+        for (k = 0; k < n; k++) tkvi_store32(at + 4 * k, (uint32_t)s->p->tokens[i + k]);
+        tkvi_emit(s, at, (size_t)(4 * n));
+    }
+}
+
+/* Mask of the versions of a layer's table that its saved blocks have, and the current one. */
+static unsigned tkvi_versions_to_save(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    unsigned mask = 0;
+    int i;
+    if (tkvi_has_table(kv, layer)) mask = 1u << kv->tables.current_version[layer];
+    for (i = 0; i < list->n; i++) {
+        const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+        if (version >= 0) mask |= 1u << version;
+    }
+    return mask;
+}
+
+static void tkvi_emit_tables(tkvi_saver *s, int layer) {
+    const tkv_cache *kv = s->kv;
+    const unsigned mask = tkvi_versions_to_save(kv, s->p->seq, layer);
+    const int parts = tkvi_table_parts(kv, layer);
+    const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), parts);
+    uint8_t at[8];
+    int v;
+    tkvi_store32(at, (uint32_t)parts);
+    tkvi_store32(at + 4, (uint32_t)tkvi_n_bits(mask));
+    tkvi_emit(s, at, 8);
+    for (v = 0; v < TKVI_VERSIONS; v++) {
+        if (!(mask >> v & 1)) continue;
+        tkvi_store32(at, (uint32_t)v);
+        tkvi_store32(at + 4, kv->tables.current_version[layer] == v);
+        tkvi_emit(s, at, 8);
+        if (s->mode != TKVI_COUNTS) (void)tkvi_save_table(kv, layer, v, parts, s->table);
+        tkvi_emit(s, s->table, bytes);
+    }
+}
+
+static void tkvi_emit_entry(tkvi_saver *s, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_entry *e = &s->kv->pool.entry[ids[i]];
+    uint8_t at[TKVI_SAVED_ENTRY] = {0};
+    tkvi_store32(at, (uint32_t)tkvi_first_with_block(s->kv, list, ids, i));
+    tkvi_store32(at + 4, (uint32_t)e->start);
+    tkvi_store64(at + 8, e->evicted_mask);
+    tkvi_store64(at + 16, tkvi_sink_mask(&s->kv->pool, ids[i]));
+    tkvi_store32(at + 24, (uint32_t)e->shift);
+    tkvi_store32(at + 28, (uint32_t)e->turned);
+    at[32] = (uint8_t)e->n_packed;
+    at[33] = e->first_slot;
+    at[34] = e->end_slot;
+    at[35] = e->tier;
+    at[36] = e->has_anchors;
+    tkvi_emit(s, at, sizeof at);
+}
+
+static void tkvi_emit_meta(tkvi_saver *s, uint32_t id) {
+    const tkvi_token_meta *m = &s->kv->pool.token_meta[id];
+    const tkvi_entry *e = &s->kv->pool.entry[id];
+    uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
+    int t;
+    tkvi_store64(at, m->pinned_mask);
+    tkvi_store64(at + 8, m->temporary_mask);
+    tkvi_store64(at + 16, m->anchored_mask);
+    tkvi_store32(at + 24, (uint32_t)m->temporary_until);
+    tkvi_store32(at + 28, (uint32_t)m->score_step);
+    tkvi_store32(at + 32, (uint32_t)m->moved_at);
+    for (t = 0; t < TKVI_ANCHOR_SLOTS && e->has_anchors; t++)
+        tkvi_store32(at + 40 + 4 * t, (uint32_t)m->index.any[t]);
+    for (t = 0; t < TKVI_BLOCK && !e->has_anchors && e->n_packed; t++)
+        tkvi_store16(at + 40 + 2 * t, m->index.after_start[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m->scores[t]);
+    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
+}
+
+static void tkvi_emit_list(tkvi_saver *s, int layer) {
+    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
+    const uint32_t *ids = tkvi_ids(s->kv, s->p->seq, layer);
+    const int head[] = {list->n,       list->sinks,           list->archive,
+                        list->warm,    tkvi_anchors_of(list), list->len,
+                        list->expired, list->chunk_start,     tkvi_has_moved(list)};
+    uint8_t at[TKVI_SAVED_LIST] = {0};
+    int i, n_blocks = 0;
+    for (i = 0; i < (int)(sizeof head / sizeof *head); i++) tkvi_store32(at + 4 * i, (uint32_t)head[i]);
+    for (i = 0; i < list->n; i++) n_blocks += tkvi_first_with_block(s->kv, list, ids, i) == i;
+    tkvi_store32(at + 36, (uint32_t)n_blocks);
+    tkvi_emit(s, at, sizeof at);
+    for (i = 0; i < list->n; i++) tkvi_emit_entry(s, list, ids, i);
+    for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, ids[i]);
+}
+
+/* Emits the record of a block, from RAM or from the store. */
+static void tkvi_emit_record(tkvi_saver *s, int layer, uint32_t id, tkvi_fetch_buffer *buffer) {
+    const tkv_cache *kv = s->kv;
+    const tkvi_block *b = tkvi_block_of(kv, id);
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    int head, side;
+    if (s->mode == TKVI_COUNTS) {
+        s->n += tkvi_record_bytes(c);
+        return;
+    }
+    if (!tkvi_is_offloaded(b)) {
+        tkvi_emit(s, tkvi_block_bytes(&kv->pool, b), tkvi_record_bytes(c));
+        return;
+    }
+    for (head = 0; head < c->n_kv_heads && !s->st; head++)
+        for (side = 0; side < 2 && !s->st; side++) {
+            const size_t n = side ? c->record[head].v.bytes : c->record[head].k.bytes;
+            const uint8_t *bytes = NULL;
+            if (!n) continue;
+            s->st = tkvi_get_side_bytes(kv, id, head, side ? TKV_V : TKV_K, buffer, &bytes);
+            if (s->st) s->st = tkvi_fail(s->kv, s->st, "the store gave no block of layer", layer, "");
+            else tkvi_emit(s, bytes, n);
+        }
+}
+
+static void tkvi_emit_blocks(tkvi_saver *s, int layer) {
+    const tkv_cache *kv = s->kv;
+    const tkvi_list *list = tkvi_list_of(kv, s->p->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, s->p->seq, layer);
+    tkvi_fetch_buffer buffer;
+    int i;
+    tkvi_empty_buffer(&buffer, s->p->seq, layer);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_layout *c = &kv->tables.layout[b->layout];
+        const int version = tkvi_version_of(kv, b->layout);
+        uint8_t at[TKVI_SAVED_BLOCK] = {0};
+        if (tkvi_first_with_block(kv, list, ids, i) != i) continue;
+        at[0] = (uint8_t)c->pair.k;
+        at[1] = (uint8_t)c->pair.v;
+        at[2] = (uint8_t)c->tokens;
+        at[3] = b->tier;
+        at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
+        tkvi_store32(at + 8, (uint32_t)b->first_position);
+        tkvi_emit(s, at, sizeof at);
+    }
+    tkvi_emit_zeros(s, tkvi_gap_to(s->n, 64));
+    for (i = 0; i < list->n && !s->st; i++)
+        if (tkvi_first_with_block(kv, list, ids, i) == i) tkvi_emit_record(s, layer, ids[i], &buffer);
+}
+
+static void tkvi_emit_states(tkvi_saver *s, int layer) {
+    const tkvi_state_list *list = &s->kv->states.list[s->p->seq];
+    int i;
+    (void)layer;
+    for (i = 0; TKVI_HAS_STATES && i < list->n; i++) {
+        const tkvi_state *state = list->held[i].state;
+        uint8_t at[TKVI_SAVED_STATE];
+        tkvi_store32(at, (uint32_t)state->layer);
+        tkvi_store32(at + 4, (uint32_t)state->n_tokens);
+        tkvi_store64(at + 8, (uint64_t)state->size);
+        tkvi_emit(s, at, sizeof at);
+        tkvi_emit(s, tkvi_bytes_of_state(state), state->size);
+        tkvi_emit_zeros(s, tkvi_gap_to(state->size, 8));
+    }
+}
+
+typedef void (*tkvi_emitter)(tkvi_saver *s, int layer);
+
+/* In the order of tkvi_saved_kind. */
+static const tkvi_emitter tkvi_emitters[TKVI_SAVED_KINDS] = {
+    tkvi_emit_head, tkvi_emit_model,  tkvi_emit_tokens, tkvi_emit_tables,
+    tkvi_emit_list, tkvi_emit_blocks, tkvi_emit_states};
+
+/* >>the whole */
+/* Goes to the next section. kind begins at 0, *layer at -1. Returns 0 behind the last one. */
+static int tkvi_next_section(const tkv_cache *kv, int *kind, int *layer) {
+    for (++*layer; *kind < TKVI_SAVED_KINDS; ++*kind, *layer = 0) {
+        if (!tkvi_is_by_layer(*kind) && *layer == 0) return 1;
+        for (; tkvi_is_by_layer(*kind) && *layer < kv->tables.cfg.model.n_layers; ++*layer)
+            if (kv->tables.plan[*layer].stored_layer == *layer) return 1;
+    }
+    return 0;
+}
+
+/* Emits all sections in a mode, and in TKVI_HASHES the index. Returns the number of sections. */
+static uint32_t tkvi_emit_sections(tkvi_saver *s, tkvi_emit_mode mode, size_t *end) {
+    int kind = 0, layer = -1;
+    uint32_t n = 0;
+    size_t at = 0;
+    for (; !s->st && tkvi_next_section(s->kv, &kind, &layer); n++) {
+        uint8_t entry[TKVI_SAVED_SECTION];
+        const size_t gap = tkvi_gap_to(at, 64);
+        s->mode = mode;
+        if (mode == TKVI_WRITES) tkvi_emit_zeros(s, gap);
+        at += gap;
+        s->n = 0;
+        memset(&s->sum, 0, sizeof s->sum);
+        tkvi_emitters[kind](s, layer);
+        tkvi_store32(entry, (uint32_t)kind);
+        tkvi_store32(entry + 4, (uint32_t)layer);
+        tkvi_store64(entry + 8, (uint64_t)at);
+        tkvi_store64(entry + 16, (uint64_t)s->n);
+        tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
+        at += s->n;
+        if (mode != TKVI_HASHES) continue;
+        s->mode = TKVI_WRITES;
+        tkvi_emit(s, entry, sizeof entry);
+        tkvi_xxh64_add(&s->index, entry, sizeof entry);
+    }
+    *end = at;
+    return n;
+}
+
+static void tkvi_emit_end(tkvi_saver *s, size_t index_at, uint32_t n) {
+    uint8_t end[TKVI_SAVED_END] = {0};
+    tkvi_store64(end, (uint64_t)index_at);
+    tkvi_store32(end + 8, n);
+    tkvi_store32(end + 12, TKVI_SAVED_VERSION);
+    tkvi_xxh64_add(&s->index, end, 16);
+    tkvi_store64(end + 16, tkvi_xxh64_end(&s->index));
+    memcpy(end + 24, "TKVSEND", 7);
+    s->mode = TKVI_WRITES;
+    tkvi_emit(s, end, sizeof end);
+}
+
+static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
+    int layer;
+    if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
+    if (kv->seq[p->seq].in_step)
+        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", p->seq, "");
+    if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model))
+        return tkvi_fail(kv, TKV_ERR_ARG, "tokens or model are missing", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, p->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, p->seq, layer);
+        int i;
+        for (i = 0; i < list->n; i++)
+            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+                return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
+                                 layer, "");
+    }
+    return TKV_OK;
+}
+
+/* The largest table that tkvi_emit_tables saves. */
+static size_t tkvi_most_table_bytes(const tkv_cache *kv) {
+    size_t most = 0;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer) {
+            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
+            most = bytes > most ? bytes : most;
+        }
+    return most;
+}
+
+/* Writes all to s->buf or s->write; `size` bytes are there. Both NULL: counts. */
+static tkv_status tkvi_save(tkvi_saver *s, size_t size, size_t *needed) {
+    const size_t table = tkvi_most_table_bytes(s->kv);
+    size_t index_at;
+    const uint32_t n = tkvi_emit_sections(s, TKVI_COUNTS, &index_at);
+    index_at += tkvi_gap_to(index_at, 64);
+    s->total = index_at + (size_t)n * TKVI_SAVED_SECTION + TKVI_SAVED_END;
+    if (needed) *needed = s->total;
+    if (!s->buf && !s->write) return TKV_OK;
+    if (s->buf && size < s->total)
+        return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "the buffer is too small; bytes needed:", (int64_t)s->total,
+                         "");
+    if (table && !(s->table = (uint8_t *)tkvi_get(&s->kv->heap, table)))
+        return tkvi_refuse_no_memory(s->kv, "no memory to save sequence", s->p->seq, "");
+    (void)tkvi_emit_sections(s, TKVI_WRITES, &index_at);
+    s->mode = TKVI_WRITES;
+    tkvi_emit_zeros(s, tkvi_gap_to(index_at, 64));
+    index_at += tkvi_gap_to(index_at, 64);
+    if (!s->st) (void)tkvi_emit_sections(s, TKVI_HASHES, &size);
+    if (!s->st) tkvi_emit_end(s, index_at, n);
+    if (table) tkvi_put(&s->kv->heap, s->table, table);
+    return s->st ? s->st : tkvi_ok(s->kv);
+}
+
+TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
+                                size_t *needed) {
+    tkvi_saver s;
+    tkv_status st;
+    if (!kv || !p || (!buf && !needed)) return TKV_ERR_ARG;
+    if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    st = tkvi_check_save(kv, p);
+    if (st) return st;
+    memset(&s, 0, sizeof s);
+    s.kv = kv;
+    s.p = p;
+    s.buf = (uint8_t *)buf;
+    return tkvi_save(&s, size, needed);
+}
+
+TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
+                                   void *user) {
+    tkvi_saver s;
+    tkv_status st;
+    if (!kv || !p || !write) return TKV_ERR_ARG;
+    if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    st = tkvi_check_save(kv, p);
+    if (st) return st;
+    memset(&s, 0, sizeof s);
+    s.kv = kv;
+    s.p = p;
+    s.write = write;
+    s.user = user;
+    return tkvi_save(&s, 0, NULL);
+}
+
+#endif /* TKVI_PERSIST_SAVE_H */
+/* ======== persist/load.h ======== */
+/*
+ * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one.
+ *
+ *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
+ *     provide    versions for the tables, entries, slots, states; a failure changes no token
+ *     place      tables, blocks, entries, states; tkv_check's rules for lists have the last word
+ *
+ * Tables are known by their bytes. A table that the layer has already is not stored twice. Without a free version the
+ * blocks of one are coded again with the layer's current table: those of the cache first (reclaim/versions.h), else
+ * those of the file.
+ */
+#ifndef TKVI_PERSIST_LOAD_H
+#define TKVI_PERSIST_LOAD_H
+
+
+typedef struct tkvi_section {
+    const uint8_t *at;
+    size_t n;
+} tkvi_section;
+
+typedef struct tkvi_loader {
+    tkv_cache *kv;
+    const tkv_load_params *p;
+    const uint8_t *bytes, *index;
+    size_t size;
+    uint32_t n_sections;
+    int flags;
+    uint8_t *room; /* for a table, or for a block */
+    size_t room_bytes;
+    tkv_load_info info;
+} tkvi_loader;
+
+static tkv_status tkvi_refuse_file(tkvi_loader *l, const char *why) {
+    return tkvi_fail(l->kv, TKV_ERR_DATA, why, 0, NULL);
+}
+
+static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int layer) {
+    return tkvi_fail(l->kv, TKV_ERR_DATA, why, layer, "");
+}
+
+/* >>frame */
+static int tkvi_are_zeros(const uint8_t *p, size_t n) {
+    while (n && !*p) p++, n--;
+    return n == 0;
+}
+
+static const uint8_t *tkvi_saved_entry_of_index(const tkvi_loader *l, uint32_t i) {
+    return l->index + (size_t)i * TKVI_SAVED_SECTION;
+}
+
+/* Checks the index: sections in order, one behind the other, with right checksums. */
+static tkv_status tkvi_check_sections(tkvi_loader *l) {
+    const size_t index_at = (size_t)(l->index - l->bytes);
+    uint64_t before = 0;
+    size_t at = 0;
+    uint32_t i;
+    for (i = 0; i < l->n_sections; i++) {
+        const uint8_t *e = tkvi_saved_entry_of_index(l, i);
+        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), n = tkvi_load64(e + 16);
+        const size_t gap = tkvi_gap_to(at, 64);
+        if (tkvi_load32(e) >= TKVI_SAVED_KINDS || (i && name <= before) || gap > index_at - at ||
+            tkvi_load64(e + 8) != at + gap || n > index_at - at - gap || !tkvi_are_zeros(l->bytes + at, gap))
+            return tkvi_refuse_file(l, "the saved sequence has a section where none can be");
+        before = name;
+        at += gap;
+        if (tkvi_xxh64(0, l->bytes + at, (size_t)n) != tkvi_load64(e + 24))
+            return tkvi_refuse_file(l, "the saved sequence was damaged: the checksum of a section is wrong");
+        at += (size_t)n;
+    }
+    if (index_at != at + tkvi_gap_to(at, 64) || !tkvi_are_zeros(l->bytes + at, index_at - at))
+        return tkvi_refuse_file(l, "the saved sequence has bytes in no section");
+    return TKV_OK;
+}
+
+static tkv_status tkvi_check_frame(tkvi_loader *l) {
+    const uint8_t *end;
+    uint64_t index_at;
+    if (l->size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(l->bytes, "TKVS", 4) != 0)
+        return tkvi_refuse_file(l, "these bytes are no saved sequence");
+    if (tkvi_load32(l->bytes + 4) != TKVI_SAVED_VERSION)
+        return tkvi_refuse_file(l, "the sequence was saved by a newer version of this library");
+    end = l->bytes + l->size - TKVI_SAVED_END;
+    index_at = tkvi_load64(end);
+    l->n_sections = tkvi_load32(end + 8);
+    if (memcmp(end + 24, "TKVSEND", 8) != 0 || tkvi_load64(l->bytes + 8) != l->size ||
+        index_at < TKVI_SAVED_HEAD || index_at > l->size - TKVI_SAVED_END ||
+        (l->size - TKVI_SAVED_END - (size_t)index_at) != (uint64_t)l->n_sections * TKVI_SAVED_SECTION)
+        return tkvi_refuse_file(l, "the saved sequence was cut, or is longer than it should be");
+    l->index = l->bytes + (size_t)index_at;
+    if (tkvi_xxh64(0, l->index, l->size - (size_t)index_at - 16) != tkvi_load64(end + 16) ||
+        tkvi_load32(end + 12) != TKVI_SAVED_VERSION)
+        return tkvi_refuse_file(l, "the saved sequence was damaged: the checksum of its index is wrong");
+    return tkvi_check_sections(l);
+}
+
+/* The section of a kind and layer; at NULL: there is none. */
+static tkvi_section tkvi_find_section(const tkvi_loader *l, int kind, int layer) {
+    const uint64_t name = (uint64_t)(uint32_t)kind << 32 | (uint32_t)layer;
+    uint32_t low = 0, high = l->n_sections;
+    tkvi_section found = {NULL, 0};
+    while (low < high) {
+        const uint32_t mid = low + (high - low) / 2;
+        const uint8_t *e = tkvi_saved_entry_of_index(l, mid);
+        const uint64_t at = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4);
+        if (at == name) {
+            found.at = l->bytes + (size_t)tkvi_load64(e + 8);
+            found.n = (size_t)tkvi_load64(e + 16);
+            return found;
+        }
+        if (at < name) low = mid + 1;
+        else high = mid;
+    }
+    return found;
+}
+
+/* >>model */
+static tkv_status tkvi_refuse_saved_model(tkvi_loader *l, const char *why, int layer) {
+    return tkvi_fail(l->kv, TKV_ERR_CONFIG, why, layer, layer < 0 ? NULL : "");
+}
+
+/* Compares the options of formats. *n: how many the file has. */
+static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s, size_t *n) {
+    int i, count = s->n < 4 ? -1 : (int)(tkvi_load32(s->at) & 0x7fffffff);
+    if (count < 0 || count > 256 || s->n < 4u + 4u * (size_t)count)
+        return tkvi_refuse_file(l, "the saved sequence has no options");
+    *n = (size_t)count;
+    for (i = 0; i < TKVI_OPTIONS || i < count; i++) {
+        const int known = i < TKVI_OPTIONS;
+        const int here = known ? tkvi_member_int(&l->kv->tables.cfg.format, tkvi_option_rows[i].offset) : 0;
+        const int saved = i < count ? (int)tkvi_load32(s->at + 4 + 4 * i) : tkvi_option_rows[i].standard;
+        if (here == saved || (known && !tkvi_is_option_of_bytes(&tkvi_option_rows[i]))) continue;
+        return tkvi_fail(l->kv, TKV_ERR_CONFIG,
+                         known ? tkvi_option_rows[i].name
+                               : "an option of formats that this build does not know",
+                         here, " in format options here, and another value where the sequence was saved");
+    }
+    return TKV_OK;
+}
+
+static tkv_status tkvi_check_model(tkvi_loader *l) {
+    const tkv_cache *kv = l->kv;
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    const tkvi_section head = tkvi_find_section(l, TKVI_SAVED_HEAD_KIND, 0),
+                       model = tkvi_find_section(l, TKVI_SAVED_MODEL, 0);
+    const uint8_t *at;
+    size_t n = 0;
+    tkv_status st;
+    int i;
+    if (head.n != TKVI_SAVED_HEAD || !model.at) return tkvi_refuse_file(l, "the saved sequence has no head");
+    if (tkvi_load64(head.at + 16) != tkvi_xxh64(0, (const uint8_t *)l->p->model, l->p->model_bytes))
+        return tkvi_refuse_saved_model(l, "the sequence was saved with another model", -1);
+    if (tkvi_load32(head.at + 24) != (uint32_t)n_layers)
+        return tkvi_refuse_saved_model(l, "the sequence was saved with another number of layers", -1);
+    st = tkvi_check_saved_options(l, &model, &n);
+    if (st) return st;
+    at = model.at + 4 + 4 * n;
+    if (model.n != 4 + 4 * n + 24u * (size_t)n_layers)
+        return tkvi_refuse_file(l, "the saved model has a wrong size");
+    for (i = 0; i < n_layers; i++, at += 24) {
+        const tkvi_plan *p = &kv->tables.plan[i];
+        if ((int)tkvi_load32(at) != p->stored_layer || !tkvi_has_geometry(at + 4, &p->geometry))
+            return tkvi_refuse_saved_model(l, "the sequence was saved with other heads or channels in layer",
+                                           i);
+        if (tkvi_load64(at + 16) != tkvi_rope_hash(p->rope))
+            return tkvi_refuse_saved_model(l, "the sequence was saved with another RoPE in layer", i);
+    }
+    l->flags = (int)tkvi_load32(head.at + 32);
+    return l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES) ? tkvi_refuse_file(l, "unknown flags")
+                                                                     : TKV_OK;
+}
+
+/* >>lists */
+typedef struct tkvi_saved_list {
+    const uint8_t *at, *entries, *meta; /* meta NULL: none */
+    size_t meta_bytes;                  /* of an entry */
+    int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks;
+    const uint8_t *blocks, *records;
+    size_t record_bytes; /* of all records */
+} tkvi_saved_list;
+
+static int tkvi_saved_int(const uint8_t *at) {
+    const uint32_t x = tkvi_load32(at);
+    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
+}
+
+/* Reads an entry. *first: the first entry with its block. */
+static tkvi_entry tkvi_read_entry(const tkvi_saved_list *list, int i, int *first) {
+    const uint8_t *at = list->entries + (size_t)i * TKVI_SAVED_ENTRY;
+    tkvi_entry e;
+    memset(&e, 0, sizeof e);
+    *first = tkvi_saved_int(at);
+    e.start = tkvi_saved_int(at + 4);
+    e.evicted_mask = tkvi_load64(at + 8);
+    e.sink_mask = tkvi_load64(at + 16);
+    e.shift = tkvi_saved_int(at + 24);
+    e.turned = tkvi_saved_int(at + 28);
+    e.n_packed = (int8_t)(at[32] & 127);
+    e.first_slot = at[33];
+    e.end_slot = at[34];
+    e.tier = at[35];
+    e.has_anchors = at[36];
+    e.in_use = 1;
+    return e;
+}
+
+static int tkvi_saved_start(const tkvi_saved_list *list, int i) {
+    return tkvi_saved_int(list->entries + (size_t)i * TKVI_SAVED_ENTRY + 4);
+}
+
+/* Slots in use of a saved entry, as tkvi_block_tokens. */
+static int64_t tkvi_saved_tokens(const tkvi_saved_list *list, int i, const tkvi_entry *e) {
+    const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len;
+    if (e->n_packed) return e->n_packed;
+    return e->end_slot ? e->end_slot : e->first_slot + end - e->start;
+}
+
+/* Finds the sections of a layer, and checks their sizes. */
+static tkv_status tkvi_open_saved_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
+    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_LISTS, layer),
+                       blocks = tkvi_find_section(l, TKVI_SAVED_BLOCKS, layer);
+    int field[10], i;
+    size_t entries, heads;
+    memset(out, 0, sizeof *out);
+    if (s.n < TKVI_SAVED_LIST || !blocks.at)
+        return tkvi_refuse_saved_layer(l, "there are no blocks of layer", layer);
+    for (i = 0; i < 10; i++) {
+        field[i] = tkvi_saved_int(s.at + 4 * i);
+        if (field[i] < 0 || field[i] > TKVI_FOREVER)
+            return tkvi_refuse_saved_layer(l, "a number is too large in layer", layer);
+    }
+    out->at = s.at;
+    out->n = field[0];
+    out->sinks = field[1];
+    out->archive = field[2];
+    out->warm = field[3];
+    out->anchors = field[4];
+    out->len = field[5];
+    out->expired = field[6];
+    out->chunk_start = field[7];
+    out->is_moved = field[8];
+    out->n_blocks = field[9];
+    out->meta_bytes =
+        !(l->flags & TKVI_SAVED_HAS_META)
+            ? 0
+            : TKVI_SAVED_META + (l->flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
+    entries = (s.n - TKVI_SAVED_LIST) / (TKVI_SAVED_ENTRY + out->meta_bytes);
+    if ((size_t)out->n != entries || (s.n - TKVI_SAVED_LIST) % (TKVI_SAVED_ENTRY + out->meta_bytes) ||
+        !tkvi_are_zeros(s.at + 40, 8))
+        return tkvi_refuse_saved_layer(l, "the list has another size than its entries, layer", layer);
+    out->entries = s.at + TKVI_SAVED_LIST;
+    out->meta = out->meta_bytes ? out->entries + entries * TKVI_SAVED_ENTRY : NULL;
+    heads = (size_t)out->n_blocks * TKVI_SAVED_BLOCK;
+    if (out->n_blocks > out->n || heads > blocks.n || tkvi_gap_to(heads, 64) > blocks.n - heads)
+        return tkvi_refuse_saved_layer(l, "the blocks have another size than their list, layer", layer);
+    out->blocks = blocks.at;
+    out->records = blocks.at + heads + tkvi_gap_to(heads, 64);
+    out->record_bytes = blocks.n - heads - tkvi_gap_to(heads, 64);
+    return TKV_OK;
+}
+
+/* The layout of saved block k in this cache, of version 0 if it has a table. -1: it has none. */
+static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *block) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    int i, tier;
+    if (block[4] != TKVI_NO_VERSION) {
+        for (i = 0; i < kv->tables.n_levels; i++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
+                if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)block[0] &&
+                    c->pair.v == (tkv_format)block[1] && c->tokens == block[2])
+                    return specs[i].layout[tier];
+            }
+        return -1;
+    }
+    for (i = 0; i < kv->tables.n_keys; i++) {
+        const tkvi_layout *c = &kv->tables.layout[i];
+        const tkvi_side *k = &c->record[0].k;
+        if (c->pair.k == (tkv_format)block[0] && c->pair.v == (tkv_format)block[1] && c->tokens == block[2] &&
+            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
+            c->record[0].v.dim == p->geometry.v_head_dim &&
+            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
+            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
+            return i;
+    }
+    return -1;
+}
+
+/* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
+static const char *tkvi_find_entry_fault(const tkvi_loader *l, const tkvi_saved_list *list, int i, int tier) {
+    int first, other;
+    const tkvi_entry e = tkvi_read_entry(list, i, &first);
+    const uint8_t *at = list->entries + (size_t)i * TKVI_SAVED_ENTRY;
+    const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len,
+                  tokens = tkvi_saved_tokens(list, i, &e);
+    if (at[32] > TKVI_BLOCK || e.first_slot > TKVI_BLOCK || e.end_slot > TKVI_BLOCK || e.has_anchors > 1 ||
+        !tkvi_are_zeros(at + 37, 3))
+        return "an entry has a number that it cannot have, layer";
+    if (e.tier != tier || e.has_anchors != (i < list->anchors)) return "an entry is not in its tier, layer";
+    if (first < 0 || first > i) return "an entry names no block, layer";
+    if (first < i) {
+        (void)tkvi_read_entry(list, first, &other);
+        if (other != first || e.has_anchors) return "an entry names no block, layer";
+    }
+    if (e.start < 0 || e.start > TKVI_FOREVER || (i >= list->anchors && end <= e.start))
+        return "entries are out of order, layer";
+    if (tokens < 1 || tokens > TKVI_BLOCK || e.first_slot >= tokens)
+        return "an entry has slots that no token can have, layer";
+    if ((e.n_packed || e.has_anchors) && (!tkvi_keeps_token_meta(&l->kv->tables.cfg) || !list->meta))
+        return "a list of indices needs cfg.evict or cfg.importance.sample_every here, layer";
+    if (!TKVI_HAS_EVICT && e.sink_mask) return "a named sink needs a build with eviction, layer";
+    if ((e.shift || e.turned) && !TKVI_HAS_MOVES) return "moved tokens need a build with moves, layer";
+    if (e.shift < -TKVI_FOREVER || e.shift > TKVI_FOREVER || e.turned < -TKVI_FOREVER ||
+        e.turned > TKVI_FOREVER || (!list->is_moved && (e.shift || e.turned)))
+        return "a token has moved too far, layer";
+    return NULL;
+}
+
+/* Returns the fault of the token_meta of a saved entry, or NULL. */
+static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
+    const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
+    int first, t;
+    const tkvi_entry e = tkvi_read_entry(list, i, &first);
+    for (t = 0; t < e.n_packed && e.has_anchors; t++)
+        if (t >= TKVI_ANCHOR_SLOTS || tkvi_saved_int(at + 40 + 4 * t) < 0 ||
+            tkvi_saved_int(at + 40 + 4 * t) >= list->len)
+            return "an anchor has an index that no token has, layer";
+    if (tkvi_saved_int(at + 24) < 0 || tkvi_saved_int(at + 28) < 0 || tkvi_saved_int(at + 32) < 0 ||
+        tkvi_load32(at + 36))
+        return "an entry has a number that it cannot have, layer";
+    return NULL;
+}
+
+/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. Adds up the bytes of records
+ * without tables. */
+static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
+    const tkv_cache *kv = l->kv;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    tkvi_saved_list list;
+    const char *fault = NULL;
+    tkv_status st = tkvi_open_saved_list(l, layer, &list);
+    int i, first, n_blocks = 0;
+    if (st) return st;
+    if (list.len > kv->tables.cfg.limits.max_tokens)
+        return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "the sequence has more tokens than max_tokens:", list.len,
+                         "");
+    if ((int64_t)list.sinks + list.archive + list.warm > list.n || list.anchors > list.sinks ||
+        list.expired > list.len || list.chunk_start > list.len || list.is_moved > 1 ||
+        (list.n && list.expired == list.len))
+        return tkvi_refuse_saved_layer(l, "counts of the list do not fit in layer", layer);
+    if (TKVI_HAS_EVICT ? list.anchors != (list.n ? p->n_anchor_blocks : 0) : list.anchors > 0)
+        return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
+                                       layer);
+    for (i = 0; i < list.n && !fault; i++) {
+        const int tier = i < list.sinks                              ? TKV_TIER_HOT
+                         : i < list.sinks + list.archive             ? TKV_TIER_ARCHIVE
+                         : i < list.sinks + list.archive + list.warm ? TKV_TIER_WARM
+                                                                     : TKV_TIER_HOT;
+        fault = tkvi_find_entry_fault(l, &list, i, tier);
+        if (!fault && list.meta) fault = tkvi_find_meta_fault(&list, i);
+        if (!fault) (void)tkvi_read_entry(&list, i, &first), n_blocks += first == i;
+    }
+    if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
+    if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
+    for (i = 0; i < list.n_blocks; i++) {
+        const uint8_t *b = list.blocks + (size_t)i * TKVI_SAVED_BLOCK;
+        if (b[3] >= TKV_TIER_COUNT || (b[4] >= TKVI_VERSIONS && b[4] != TKVI_NO_VERSION) ||
+            !tkvi_are_zeros(b + 5, 3))
+            return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
+        if (tkvi_layout_of_saved(kv, layer, b) < 0)
+            return tkvi_refuse_saved_model(
+                l, "no level of this cache has the formats of a saved block, layer", layer);
+    }
+    return TKV_OK;
+}
+
+/* >>tables */
+typedef struct tkvi_saved_tables {
+    int parts, n;
+    const uint8_t *at; /* of the first: u32 version, u32 1: current, bytes */
+    size_t bytes;      /* of the parts of one */
+} tkvi_saved_tables;
+
+static tkv_status tkvi_open_saved_tables(tkvi_loader *l, int layer, tkvi_saved_tables *out) {
+    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_TABLES, layer);
+    memset(out, 0, sizeof *out);
+    if (s.n < 8 || tkvi_load32(s.at) & ~(uint32_t)tkvi_known_parts() || tkvi_load32(s.at + 4) > TKVI_VERSIONS)
+        return tkvi_refuse_saved_layer(l, "there are no tables of layer", layer);
+    out->parts = (int)tkvi_load32(s.at);
+    out->n = (int)tkvi_load32(s.at + 4);
+    out->at = s.at + 8;
+    out->bytes = tkvi_parts_bytes(tkvi_geometry_of(l->kv, layer), out->parts);
+    return s.n == 8 + (size_t)out->n * (8 + out->bytes)
+               ? TKV_OK
+               : tkvi_refuse_saved_layer(l, "tables have a wrong size, layer", layer);
+}
+
+static const uint8_t *tkvi_saved_table(const tkvi_saved_tables *t, int i) {
+    return t->at + (size_t)i * (8 + t->bytes);
+}
+
+/* Number of saved blocks with a version of the table. */
+static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t version) {
+    int i, n = 0;
+    for (i = 0; i < list->n_blocks; i++) n += list->blocks[(size_t)i * TKVI_SAVED_BLOCK + 4] == version;
+    return n;
+}
+
+static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
+    const int need = tkvi_table_parts(l->kv, layer);
+    tkvi_saved_list list;
+    tkvi_saved_tables t;
+    tkv_status st = tkvi_open_saved_list(l, layer, &list);
+    int i, n = 0, current = 0;
+    unsigned seen = 0;
+    if (!st) st = tkvi_open_saved_tables(l, layer, &t);
+    if (st) return st;
+    for (i = 0; i < t.n; i++) {
+        const uint8_t *at = tkvi_saved_table(&t, i);
+        const uint32_t v = tkvi_load32(at);
+        const char *fault;
+        if (v >= TKVI_VERSIONS || (seen >> v & 1) || tkvi_load32(at + 4) > 1)
+            return tkvi_refuse_saved_layer(l, "a table has a wrong version, layer", layer);
+        seen |= 1u << v;
+        current += (int)tkvi_load32(at + 4);
+        fault = tkvi_find_table_fault(l->kv, layer, t.parts, at + 8);
+        if (fault) return tkvi_refuse_saved_layer(l, "a saved table is not valid, layer", layer);
+        n += tkvi_n_blocks_of_version(&list, v);
+        if ((t.parts & need) != need && tkvi_n_blocks_of_version(&list, v))
+            return tkvi_refuse_saved_model(l, "the sequence was saved without a part of the tables of layer",
+                                           layer);
+    }
+    for (i = 0; i < list.n_blocks; i++) n -= list.blocks[(size_t)i * TKVI_SAVED_BLOCK + 4] != TKVI_NO_VERSION;
+    return n || current > 1
+               ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
+               : TKV_OK;
+}
+
+/* Where the tables of a layer go. */
+typedef struct tkvi_table_map {
+    int8_t version
+        [TKVI_VERSIONS]; /* by saved table: version here; -1: its blocks are coded again; -2: it is not needed */
+    uint8_t is_new[TKVI_VERSIONS]; /* by saved table: 1 must be filled */
+    int room;                      /* a free version, to decode the blocks of tables with -1; -1: none */
+} tkvi_table_map;
+
+/* 1 if a version of the layer's table has the bytes of a saved one. */
+static int tkvi_is_same_table(tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t, int i) {
+    if (!l->kv->tables.version[version].bytes || t->parts != tkvi_table_parts(l->kv, layer)) return 0;
+    (void)tkvi_save_table(l->kv, layer, version, t->parts, l->room);
+    return memcmp(l->room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
+}
+
+/* Chooses versions. In a layer without a table the file's current one comes first. */
+static tkvi_table_map tkvi_map_tables(tkvi_loader *l, int layer, const tkvi_saved_list *list,
+                                      const tkvi_saved_tables *t) {
+    const int has_table = l->kv->tables.current_version[layer] >= 0;
+    unsigned used = tkvi_used_versions(l->kv, layer), known = used;
+    tkvi_table_map map;
+    int i, v, pass;
+    memset(&map, 0, sizeof map);
+    for (i = 0; i < t->n; i++) {
+        const int is_current = (int)tkvi_load32(tkvi_saved_table(t, i) + 4);
+        const int is_needed = tkvi_n_blocks_of_version(list, tkvi_load32(tkvi_saved_table(t, i))) > 0 ||
+                              (is_current && !has_table);
+        const int is_whole = (t->parts & tkvi_table_parts(l->kv, layer)) == tkvi_table_parts(l->kv, layer);
+        map.version[i] = (int8_t)(is_needed && is_whole ? -1 : -2);
+        for (v = 0; v < TKVI_VERSIONS && map.version[i] == -1; v++)
+            if ((known >> v & 1) && tkvi_is_same_table(l, layer, v, t, i)) map.version[i] = (int8_t)v;
+    }
+    for (pass = 0; pass < 2; pass++)
+        for (i = 0; i < t->n; i++) {
+            const int is_first = !has_table && tkvi_load32(tkvi_saved_table(t, i) + 4) == 1;
+            if (map.version[i] != -1 || is_first == pass) continue;
+            v = tkvi_version_outside(used);
+            if (v < 0) continue;
+            map.version[i] = (int8_t)v;
+            map.is_new[i] = 1;
+            used |= 1u << v;
+        }
+    map.room = -1;
+    for (i = 0; i < t->n; i++)
+        if (map.is_new[i]) map.room = map.version[i]; /* it is filled with its own table last */
+    return map;
+}
+
+static int tkvi_lacks_version(const tkvi_table_map *map, const tkvi_saved_tables *t) {
+    int i, lacks = 0;
+    for (i = 0; i < t->n; i++) lacks |= map->version[i] == -1;
+    return lacks;
+}
+
+/* Provides the versions of a layer. */
+static tkv_status tkvi_provide_tables(tkvi_loader *l, int layer) {
+    tkvi_saved_list list;
+    tkvi_saved_tables t;
+    tkvi_table_map map;
+    int i;
+    if (tkvi_open_saved_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
+    map = tkvi_map_tables(l, layer, &list, &t);
+    for (i = 0; i < TKVI_VERSIONS && tkvi_lacks_version(&map, &t); i++) {
+        tkvi_retire_version(l->kv, layer);
+        map = tkvi_map_tables(l, layer, &list, &t);
+    }
+    if (tkvi_lacks_version(&map, &t) && map.room < 0)
+        return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "blocks use every version of the table of layer", layer,
+                         "; reset the sequences that hold the oldest");
+    for (i = 0; i < t.n; i++)
+        if (map.is_new[i] && !tkvi_allocate_version(l->kv, map.version[i])) return tkvi_no_table(l->kv);
+    return TKV_OK;
+}
+
+static void tkvi_place_table(tkvi_loader *l, int layer, const tkvi_saved_tables *t, int i, int version) {
+    tkvi_next_table *next = l->kv->stats.next_table ? &l->kv->stats.next_table[layer] : NULL;
+    if (next && next->version == version) next->n_heads = 0; /* heads that were learned ahead are gone */
+    tkvi_fill_table(l->kv, layer, version, t->parts, tkvi_saved_table(t, i) + 8);
+    tkvi_lay_out_table(l->kv, layer, version);
+}
+
+/* >>blocks */
+/* Number of the saved table that a block has; -1: none. */
+static int tkvi_table_of_saved(const tkvi_saved_tables *t, const uint8_t *block) {
+    int i;
+    for (i = 0; block[4] != TKVI_NO_VERSION && i < t->n; i++)
+        if (tkvi_load32(tkvi_saved_table(t, i)) == block[4]) return i;
+    return -1;
+}
+
+/* The layout that saved block `block` gets here. */
+static int tkvi_layout_here(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                            const tkvi_table_map *map, const uint8_t *block) {
+    const int base = tkvi_layout_of_saved(l->kv, layer, block), table = tkvi_table_of_saved(t, block);
+    if (table < 0) return base;
+    return base + (map->version[table] >= 0 ? map->version[table] : l->kv->tables.current_version[layer]);
+}
+
+/* Adds the entries and slots of a file to a demand (tkvi_count_entries). */
+static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    tkvi_loader l = *(const tkvi_loader *)what;
+    int layer, i, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_saved_list list;
+        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_list(&l, layer, &list)) continue;
+        longest = tkvi_max(longest, list.n);
+        demand->entries += list.n;
+        for (i = 0; i < list.n_blocks; i++)
+            demand->slots[kv->tables
+                              .layout[tkvi_layout_of_saved(kv, layer,
+                                                           list.blocks + (size_t)i * TKVI_SAVED_BLOCK)]
+                              .size_class]++;
+    }
+    return longest;
+}
+
+static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, uint32_t id) {
+    tkvi_token_meta *m = l->kv->pool.token_meta ? &l->kv->pool.token_meta[id] : NULL;
+    const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
+    int t;
+    if (!TKVI_HAS_EVICT || !m) return;
+    memset(m, 0, sizeof *m);
+    if (!list->meta) return;
+    m->pinned_mask = tkvi_load64(at);
+    m->temporary_mask = tkvi_load64(at + 8);
+    m->anchored_mask = tkvi_load64(at + 16);
+    m->temporary_until = tkvi_saved_int(at + 24);
+    m->score_step = tkvi_min(tkvi_saved_int(at + 28), list->len);
+    m->moved_at = tkvi_min(tkvi_saved_int(at + 32), list->len + 1);
+    for (t = 0; t < TKVI_ANCHOR_SLOTS && l->kv->pool.entry[id].has_anchors; t++)
+        m->index.any[t] = tkvi_saved_int(at + 40 + 4 * t);
+    for (t = 0; t < TKVI_BLOCK && !l->kv->pool.entry[id].has_anchors; t++)
+        m->index.after_start[t] = tkvi_load16(at + 40 + 2 * t);
+    for (t = 0; t < TKVI_BLOCK && (l->flags & TKVI_SAVED_HAS_SCORES); t++)
+        m->scores[t] = tkvi_load32(at + TKVI_SAVED_META + 4 * t);
+}
+
+/* Makes the entries of a layer, and their blocks without bytes. Cannot fail: all is provided. */
+static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list *from,
+                               const tkvi_saved_tables *t, const tkvi_table_map *map) {
+    tkv_cache *kv = l->kv;
+    tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
+    uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
+    int i, first, n_blocks = 0;
+    for (i = 0; i < from->n; i++) {
+        const tkvi_entry e = tkvi_read_entry(from, i, &first);
+        const int tokens = (int)tkvi_saved_tokens(from, i, &e);
+        if (first == i) {
+            const uint8_t *b = from->blocks + (size_t)n_blocks++ * TKVI_SAVED_BLOCK;
+            ids[i] = tkvi_take_entry(&kv->pool);
+            kv->pool.entry[ids[i]] = e;
+            tkvi_new_block(&kv->pool, ids[i], tkvi_layout_here(l, layer, t, map, b), tkvi_saved_int(b + 8));
+            tkvi_block_of(kv, ids[i])->tier = b[3];
+            tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tokens;
+        } else {
+            tkvi_block *b = tkvi_block_of(kv, ids[first]);
+            const int most = tkvi_max(b->n_shared_slots, tokens);
+            tkvi_entry *mine;
+            ids[i] = tkvi_share_entry(&kv->pool, ids[first], b->n_shared_slots);
+            mine = &kv->pool.entry[ids[i]];
+            b = &kv->pool.block[mine->block];
+            b->n_shared_slots = (uint8_t)most;
+            {
+                const uint32_t next = mine->next_holder, block = mine->block;
+                *mine = e;
+                mine->next_holder = next;
+                mine->block = block;
+            }
+        }
+        list->n = i + 1;
+        tkvi_place_meta(l, from, i, ids[i]);
+    }
+    list->sinks = from->sinks;
+    list->archive = from->archive;
+    list->warm = from->warm;
+    if (TKVI_HAS_EVICT) list->anchors = from->anchors;
+    list->len = list->step_len = from->len;
+    list->expired = from->expired;
+    list->chunk_start = from->chunk_start;
+    list->is_moved = from->is_moved;
+}
+
+/* Copies the records of the blocks, or codes them again. only_again 1: those whose table has no version here, with the
+ * table in map->room. Returns 0 if the records have another size. */
+static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *from,
+                              const tkvi_saved_tables *t, const tkvi_table_map *map, int table) {
+    tkv_cache *kv = l->kv;
+    const uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
+    size_t at = 0;
+    int i, first, n_blocks = 0;
+    for (i = 0; i < from->n; i++) {
+        const tkvi_entry e = tkvi_read_entry(from, i, &first);
+        const uint8_t *saved = from->blocks + (size_t)n_blocks * TKVI_SAVED_BLOCK;
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const int of = tkvi_table_of_saved(t, saved), again = of >= 0 && map->version[of] < 0;
+        const tkvi_layout *to = &kv->tables.layout[b->layout], *c = to;
+        size_t n;
+        if (first != i) continue;
+        n_blocks++;
+        if (again) c = &kv->tables.layout[tkvi_layout_of_saved(kv, layer, saved) + map->room];
+        /* The sizes of records do not depend on the shares of heads, so any version of the layout tells them. */
+        n = tkvi_record_bytes(again ? c : to);
+        if (n > from->record_bytes - at || n > l->room_bytes) return 0;
+        if (!again && table < 0) {
+            uint8_t *slot = tkvi_block_bytes(&kv->pool, b);
+            memset(slot, 0, kv->tables.size_class[to->size_class].slot_bytes);
+            memcpy(slot, from->records + at, n);
+        } else if (again && of == table) {
+            tkvi_recoding r;
+            r.kv = kv;
+            r.from = c;
+            r.to = to;
+            r.layer = layer;
+            r.start = tkvi_saved_int(saved + 8);
+            r.live_mask = tkvi_slots_before((int)tkvi_saved_tokens(from, i, &e));
+            memcpy(l->room, from->records + at, n);
+            memset(tkvi_block_bytes(&kv->pool, b), 0, kv->tables.size_class[to->size_class].slot_bytes);
+            tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
+            l->info.n_recoded++;
+        }
+        at += n;
+    }
+    return at == from->record_bytes;
+}
+
+/* Places tables, entries and blocks of a layer. Returns 0 if a record has a wrong size. */
+static int tkvi_place_layer(tkvi_loader *l, int layer) {
+    tkv_cache *kv = l->kv;
+    const int had = kv->tables.current_version[layer];
+    tkvi_saved_list list;
+    tkvi_saved_tables t;
+    tkvi_table_map map;
+    int i, fits = 1;
+    if (tkvi_open_saved_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    map = tkvi_map_tables(l, layer, &list, &t);
+    for (i = 0; i < t.n; i++) {
+        if (!map.is_new[i]) continue;
+        tkvi_place_table(l, layer, &t, i, map.version[i]);
+        l->info.n_tables++;
+        if (had >= 0 || tkvi_load32(tkvi_saved_table(&t, i) + 4) != 1) continue;
+        tkvi_table_use(kv, layer, map.version[i]);
+        if (kv->stats.tokens_seen) tkvi_plan_next_table(kv, layer, 0);
+    }
+    tkvi_place_entries(l, layer, &list, &t, &map);
+    for (i = 0; i < t.n && fits; i++) {
+        if (map.version[i] != -1) continue;
+        tkvi_place_table(l, layer, &t, i, map.room);
+        fits = tkvi_place_records(l, layer, &list, &t, &map, i);
+    }
+    for (i = 0; i < t.n; i++)
+        if (map.is_new[i] && map.version[i] == map.room) tkvi_place_table(l, layer, &t, i, map.room);
+    return fits && tkvi_place_records(l, layer, &list, &t, &map, -1);
+}
+
+/* >>states and tokens */
+/* Reads the state at *at. Returns 0 if it does not fit into the section. */
+static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, int *layer, int *n_tokens,
+                                 const uint8_t **bytes, size_t *size) {
+    uint64_t n;
+    if (s->n - *at < TKVI_SAVED_STATE) return 0;
+    *layer = tkvi_saved_int(s->at + *at);
+    *n_tokens = tkvi_saved_int(s->at + *at + 4);
+    n = tkvi_load64(s->at + *at + 8);
+    *at += TKVI_SAVED_STATE;
+    if (n > s->n - *at || tkvi_gap_to((size_t)n, 8) > s->n - *at - (size_t)n) return 0;
+    *bytes = s->at + *at;
+    *size = (size_t)n;
+    *at += (size_t)n + tkvi_gap_to((size_t)n, 8);
+    return 1;
+}
+
+static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
+    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_STATES, 0);
+    const uint8_t *bytes;
+    size_t at = 0, size;
+    int layer, n_tokens;
+    if (!s.at) return tkvi_refuse_file(l, "the saved sequence has no section of states");
+    if (s.n && !TKVI_HAS_STATES)
+        return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
+    while (at < s.n)
+        if (!tkvi_read_saved_state(&s, &at, &layer, &n_tokens, &bytes, &size) || layer < 0 ||
+            layer >= l->kv->tables.cfg.model.n_layers || n_tokens < 1 ||
+            n_tokens > l->kv->tables.cfg.limits.max_tokens || !size)
+            return tkvi_refuse_file(l, "a saved state is not valid");
+    return TKV_OK;
+}
+
+static tkv_status tkvi_place_states(tkvi_loader *l) {
+    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_STATES, 0);
+    const uint8_t *bytes;
+    size_t at = 0, size;
+    int layer, n_tokens;
+    tkv_status st = TKV_OK;
+    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &layer, &n_tokens, &bytes, &size))
+        st = tkv_seq_put_state(l->kv, l->p->seq, layer, n_tokens, bytes, size);
+    return st;
+}
+
+static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
+    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_TOKENS, 0);
+    if (!s.at || s.n % 4 || s.n / 4 > (size_t)TKVI_FOREVER)
+        return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    l->info.n_saved_tokens = (int)(s.n / 4);
+    if (l->p->tokens && l->p->token_capacity < l->info.n_saved_tokens)
+        return tkvi_fail(l->kv, TKV_ERR_CAPACITY,
+                         "token_capacity is too small; tokens saved:", l->info.n_saved_tokens, "");
+    return TKV_OK;
+}
+
+/* >>the whole */
+static tkv_status tkvi_verify_file(tkvi_loader *l) {
+    tkv_status st = tkvi_check_frame(l);
+    int layer;
+    if (!st) st = tkvi_check_model(l);
+    if (!st) st = tkvi_check_saved_tokens(l);
+    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        if (l->kv->tables.plan[layer].stored_layer != layer) continue;
+        st = tkvi_check_saved_list(l, layer);
+        if (!st) st = tkvi_check_saved_tables(l, layer);
+    }
+    return st ? st : tkvi_check_saved_states(l);
+}
+
+/* Checks what was placed by the rules of tkv_check. */
+static tkv_status tkvi_check_placed(tkvi_loader *l) {
+    tkvi_checker k;
+    tkv_status st = TKV_OK;
+    char reason[96] = "";
+    int layer;
+    k.kv = l->kv;
+    k.reason = reason;
+    k.size = sizeof reason;
+    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        st = tkvi_check_ids(&k, l->p->seq, layer);
+        if (!st) st = tkvi_check_list(&k, l->p->seq, layer);
+    }
+    return st ? tkvi_refuse_file(l, reason) : TKV_OK;
+}
+
+static tkv_status tkvi_place_file(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const int hot_tokens_changed = kv->budget.hot_tokens_changed, seq = l->p->seq;
+    tkv_status st = TKV_OK;
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
+            st = tkvi_refuse_saved_layer(l, "blocks have another size than their formats, layer", layer);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
+            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
+    }
+    kv->budget.hot_tokens_changed = 1; /* the file may be of a plan with longer tiers */
+    if (!st) st = tkvi_check_placed(l);
+    if (!st) st = tkvi_place_states(l);
+    if (!st) return TKV_OK;
+    kv->budget.hot_tokens_changed = hot_tokens_changed;
+    tkvi_clear_seq(kv, seq);
+    return st;
+}
+
+/* Provides all that the file needs. On failure no token has changed. */
+static tkv_status tkvi_provide_file(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkv_status st = TKV_OK;
+    int layer, i;
+    for (i = 0; i < kv->tables.n_layouts; i++) {
+        const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
+        l->room_bytes = slot > l->room_bytes ? slot : l->room_bytes;
+    }
+    if (tkvi_most_table_bytes(kv) > l->room_bytes) l->room_bytes = tkvi_most_table_bytes(kv);
+    l->room = (uint8_t *)tkvi_get(&kv->heap, l->room_bytes);
+    if (!l->room) return tkvi_refuse_no_memory(kv, "no memory to load sequence", l->p->seq, "");
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && tkvi_table_parts(kv, layer))
+            st = tkvi_provide_tables(l, layer);
+    if (!st) st = tkvi_provide_entries(kv, l->p->seq, tkvi_count_saved, l, "no memory to load sequence");
+    return st;
+}
+
+static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes) {
+    int layer, seq;
+    if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
+    if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
+        return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        if (kv->seq[seq].in_step)
+            return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
+                             "; commit or abort it first");
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (tkvi_list_of(kv, p->seq, layer)->len)
+            return tkvi_fail(kv, TKV_ERR_STATE, "reset it before a load: tokens are in sequence", p->seq, "");
+    if (TKVI_HAS_STATES && kv->states.list[p->seq].n)
+        return tkvi_fail(kv, TKV_ERR_STATE, "reset it before a load: states are in sequence", p->seq, "");
+    return TKV_OK;
+}
+
+TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
+                                tkv_load_info *out) {
+    tkvi_loader l;
+    tkvi_section tokens;
+    tkv_status st;
+    int i;
+    if (!kv || !p) return TKV_ERR_ARG;
+    if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    st = tkvi_check_load(kv, p, bytes);
+    if (st) return st;
+    memset(&l, 0, sizeof l);
+    l.kv = kv;
+    l.p = p;
+    l.bytes = (const uint8_t *)bytes;
+    l.size = size;
+    st = tkvi_verify_file(&l);
+    if (st) return st;
+    kv->seq[p->seq].used = ++kv->call.clock;
+    st = tkvi_provide_file(&l);
+    if (!st) st = tkvi_place_file(&l);
+    if (l.room) tkvi_put(&kv->heap, l.room, l.room_bytes);
+    tkvi_shrink_index(kv, p->seq);
+    tkvi_trim(&kv->pool);
+    if (st) return st;
+    tkvi_remember_turns(kv, p->seq);
+    tokens = tkvi_find_section(&l, TKVI_SAVED_TOKENS, 0);
+    for (i = 0; i < l.info.n_saved_tokens && p->tokens; i++)
+        p->tokens[i] = tkvi_saved_int(tokens.at + 4 * (size_t)i);
+    l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
+    if (out) *out = l.info;
+    return tkvi_ok(kv);
+}
+
+#endif /* TKVI_PERSIST_LOAD_H */
+/* ======== persist/end.h ======== */
+/*
+ * persist/end.h - the last part: undefines internal macros that would otherwise reach the program that includes the
  * implementation. Functions and types stay: they are static and begin with tkvi_.
  */
-#ifndef TKVI_REPORT_END_H
-#define TKVI_REPORT_END_H
+#ifndef TKVI_PERSIST_END_H
+#define TKVI_PERSIST_END_H
 
 #undef TKVI_IS_HIDDEN
 
-#endif /* TKVI_REPORT_END_H */
+#endif /* TKVI_PERSIST_END_H */
 #ifdef __cplusplus
 }
 #ifdef __clang__

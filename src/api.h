@@ -1020,6 +1020,75 @@ TKV_API int tkv_seq_find_state(const tkv_cache *kv, int seq, int n_tokens);
  * Errors: TKV_ERR_ARG. Cost: O(states of the sequence). */
 TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, int *n_tokens, int capacity,
                                        int *n);
+
+/* >>save and load. A saved sequence is its blocks as they lie, with the tables that they need, masks, positions, pins,
+ * states, and token numbers of the caller's. Each section has an XXH64, and so has the index at the end. The same
+ * bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is coded
+ * with the tables of this cache: the same bits with frozen tables. A checksum finds accidents. It does not stop an
+ * attacker: authenticate files that others could write.
+ *
+ * Example:
+ *     tkv_save_params save = {0};
+ *     save.seq = 3, save.model = name, save.model_bytes = strlen(name);
+ *     st = tkv_seq_save(kv, &save, NULL, 0, &bytes);         // how many bytes
+ *     st = tkv_seq_save(kv, &save, buffer, bytes, NULL);
+ *     tkv_load_params load = {0};
+ *     load.seq = 7, load.model = name, load.model_bytes = strlen(name);
+ *     st = tkv_seq_load(kv, &load, buffer, bytes, NULL);     // sequence 7 was empty */
+typedef struct tkv_save_params { /* fill with zeros first */
+    int seq;
+    const void *model; /* bytes that name the model and its weights; a load must give the same. May be NULL */
+    size_t model_bytes;
+    const int *tokens; /* NULL, or [n_tokens] token numbers, which a load gives back */
+    int n_tokens;
+    int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
+} tkv_save_params;
+typedef struct tkv_load_params { /* fill with zeros first */
+    int seq;                     /* an empty sequence */
+    const void *model;           /* as in tkv_save_params */
+    size_t model_bytes;
+    int *tokens; /* NULL, or room for the saved token numbers */
+    int token_capacity;
+} tkv_load_params;
+typedef struct tkv_load_info {
+    int n_tokens;       /* of the sequence */
+    int n_saved_tokens; /* token numbers in the file */
+    int n_tables;       /* tables that the cache did not have, all layers together */
+    int n_recoded;      /* blocks coded again with the cache's table, as a layer has at most four */
+} tkv_load_info;
+typedef int (*tkv_write_bytes)(void *user, const void *bytes,
+                               size_t size); /* returns 0, or not 0 after a failure */
+/* Saves a sequence to memory.
+ *   buf      [size] receives the bytes, not zero-ended; NULL: only counts
+ *   needed   (may be NULL if buf is not) receives the number of bytes
+ * Errors:
+ *   TKV_ERR_CAPACITY     size is too small
+ *   TKV_ERR_NO_SOURCE    a block is discarded (tkv_seq_recompute)
+ *   TKV_ERR_STATE        a step is open in the sequence
+ *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
+ * Cost: O(bytes), twice: they are copied, then hashed. */
+TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
+                                size_t *needed);
+/* Saves a sequence through a callback, which gets the bytes piece by piece, in order. After an error the pieces are of
+ * no use. Errors: as tkv_seq_save, and TKV_ERR_IO (the callback failed). Cost: as tkv_seq_save. */
+TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
+                                   void *user);
+/* Loads a saved sequence into an empty one. All of the file is verified first. After an error the sequence is empty,
+ * and all others have the tokens that they had.
+ *   bytes   [size] a saved sequence, at any address
+ *   out     (may be NULL) receives what was loaded
+ * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
+ * Blocks keep their formats until age or a budget moves them.
+ * Errors:
+ *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
+ *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats
+ *   TKV_ERR_STATE      the sequence is not empty, or a step is open
+ *   TKV_ERR_CAPACITY   token_capacity or max_tokens is too small, or no version of a table is free
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
+ * Cost: O(bytes). It takes memory for one block and one table of a layer meanwhile. */
+TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
+                                tkv_load_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than

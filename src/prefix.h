@@ -115,6 +115,8 @@
 #define tkv_level_info TKV_NAME_(tkv_level_info)
 #define tkv_limits_config TKV_NAME_(tkv_limits_config)
 #define tkv_load_calibration TKV_NAME_(tkv_load_calibration)
+#define tkv_load_info TKV_NAME_(tkv_load_info)
+#define tkv_load_params TKV_NAME_(tkv_load_params)
 #define tkv_maintain TKV_NAME_(tkv_maintain)
 #define tkv_memory_info TKV_NAME_(tkv_memory_info)
 #define tkv_merge_attention TKV_NAME_(tkv_merge_attention)
@@ -165,6 +167,7 @@
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_save_params TKV_NAME_(tkv_save_params)
 #define tkv_scales TKV_NAME_(tkv_scales)
 #define tkv_score_params TKV_NAME_(tkv_score_params)
 #define tkv_score_source TKV_NAME_(tkv_score_source)
@@ -184,6 +187,7 @@
 #define tkv_seq_keep TKV_NAME_(tkv_seq_keep)
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
+#define tkv_seq_load TKV_NAME_(tkv_seq_load)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
 #define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
@@ -191,6 +195,8 @@
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
+#define tkv_seq_save TKV_NAME_(tkv_seq_save)
+#define tkv_seq_save_to TKV_NAME_(tkv_seq_save_to)
 #define tkv_seq_set_sinks TKV_NAME_(tkv_seq_set_sinks)
 #define tkv_seq_shift TKV_NAME_(tkv_seq_shift)
 #define tkv_seq_slide TKV_NAME_(tkv_seq_slide)
@@ -213,6 +219,7 @@
 #define tkv_type TKV_NAME_(tkv_type)
 #define tkv_update_importance TKV_NAME_(tkv_update_importance)
 #define tkv_validate_config TKV_NAME_(tkv_validate_config)
+#define tkv_write_bytes TKV_NAME_(tkv_write_bytes)
 #endif
 
 #endif /* TKV_PREFIX_H */

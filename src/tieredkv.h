@@ -144,7 +144,10 @@ extern "C" {
 #include "report/levels.h"
 #include "report/create.h"
 #include "report/state.h"
-#include "report/end.h"
+#include "persist/saved.h"
+#include "persist/save.h"
+#include "persist/load.h"
+#include "persist/end.h"
 #ifdef __cplusplus
 }
 #ifdef __clang__

@@ -53,6 +53,12 @@
 #define TKVI_HAS_DISCARD 1
 #endif
 
+#if defined(TKV_CORE) || defined(TKV_NO_SAVE)
+#define TKVI_HAS_SAVE 0
+#else
+#define TKVI_HAS_SAVE 1
+#endif
+
 #if defined(TKV_CORE) || defined(TKV_NO_METER)
 #define TKVI_HAS_METER 0
 #else

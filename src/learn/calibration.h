@@ -102,12 +102,41 @@ static size_t tkvi_parts_bytes(const tkvi_geometry *g, int parts) {
 }
 
 /* >>saving */
+/* Writes these parts of a version of the layer's table, as drawn above. Returns the end. */
+static uint8_t *tkvi_save_table(const tkv_cache *kv, int layer, int version, int parts, uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_family *f = NULL;
+    int head, i;
+    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++) {
+        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+        tkvi_store16(at, (uint16_t)h->reach);
+        tkvi_store16(at + 2, (uint16_t)h->k_weight);
+        at[4] = (uint8_t)h->k_top;
+        at[5] = (uint8_t)h->v_top;
+        at += 6;
+        for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
+            const int channel = tkvi_order_at(h->order, g->k_pad, i);
+            at[0] = (uint8_t)(channel & 255);
+            if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
+        }
+        memcpy(at, h->importance, (size_t)g->head_dim);
+        at += g->head_dim;
+        for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+    }
+    while ((f = tkvi_next_family(parts, f)) != NULL) {
+        const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
+        f->save(&from, at);
+        at += f->saved_bytes(g);
+    }
+    return at;
+}
+
 TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t size, size_t *needed) {
     const tkv_config *cfg;
     uint8_t *at = (uint8_t *)buf;
     uint64_t sum;
     size_t need;
-    int layer, head, i, written_as;
+    int layer, written_as;
     if (!kv || (!buf && !needed)) return TKV_ERR_ARG;
     cfg = &kv->tables.cfg;
     written_as = tkvi_calibration_version(kv);
@@ -127,31 +156,10 @@ TKV_API tkv_status tkv_save_calibration(const tkv_cache *kv, void *buf, size_t s
         int has = tkvi_has_table(kv, layer) ? tkvi_table_parts(kv, layer) : 0;
         const int version = kv->tables.current_version[layer];
         const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-        const tkvi_family *f = NULL;
         if (written_as == 2) tkvi_store_geometry(at, g);
         at += tkvi_layer_head_bytes(written_as);
         tkvi_store32(at - 4, (uint32_t)has);
-        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
-            const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-            tkvi_store16(at, (uint16_t)h->reach);
-            tkvi_store16(at + 2, (uint16_t)h->k_weight);
-            at[4] = (uint8_t)h->k_top;
-            at[5] = (uint8_t)h->v_top;
-            at += 6;
-            for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
-                const int channel = tkvi_order_at(h->order, g->k_pad, i);
-                at[0] = (uint8_t)(channel & 255);
-                if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
-            }
-            memcpy(at, h->importance, (size_t)g->head_dim);
-            at += g->head_dim;
-            for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
-        }
-        while ((f = tkvi_next_family(has, f)) != NULL) {
-            const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
-            f->save(&from, at);
-            at += f->saved_bytes(g);
-        }
+        at = tkvi_save_table(kv, layer, version, has, at);
     }
     sum = tkvi_fnv1a((const uint8_t *)buf, need - 8u);
     tkvi_store32(at, (uint32_t)sum);
@@ -190,6 +198,23 @@ static int tkvi_head_valid(const tkvi_geometry *g, const uint8_t *at) {
     return 1;
 }
 
+/* Returns NULL if saved parts of a layer's table are valid, else the reason. All their bytes are there. */
+static const char *tkvi_find_table_fault(const tkv_cache *kv, int layer, int parts, const uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_family *f = NULL;
+    int head;
+    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++, at += tkvi_head_bytes(g))
+        if (!tkvi_head_valid(g, at)) return "a head of the calibration has invalid values";
+    while ((f = tkvi_next_family(parts, f)) != NULL) {
+        const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
+        const char *fault = NULL;
+        if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
+        if (fault) return fault;
+        at += f->saved_bytes(g);
+    }
+    return NULL;
+}
+
 /* Returns NULL if the bytes are a valid calibration for this cache, else the reason. */
 static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *src, size_t size) {
     static const char *const other_model =
@@ -197,7 +222,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     const tkv_config *cfg = &kv->tables.cfg;
     const uint8_t *at, *end;
     uint64_t sum;
-    int layer, head, version;
+    int layer, version;
     if (size < TKVI_CALIBRATION_HEAD + 8u || memcmp(src, "TKVC", 4) != 0)
         return "these bytes are not a calibration";
     if (tkvi_load32(src + 4) != 1 && tkvi_load32(src + 4) != 2)
@@ -210,7 +235,7 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
     if (tkvi_load32(src + 8) != (uint32_t)cfg->model.n_layers) return other_model;
     for (layer = 0; layer < cfg->model.n_layers; layer++) {
         const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-        const tkvi_family *f = NULL;
+        const char *fault;
         int has;
         if ((size_t)(end - at) < tkvi_layer_head_bytes(version)) return "the calibration ends too early";
         if (!tkvi_has_geometry(version == 2 ? at : src + 12, g)) return other_model;
@@ -219,19 +244,10 @@ static const char *tkvi_calibration_wrong(const tkv_cache *kv, const uint8_t *sr
             return "the calibration has a layer that this cache does not have";
         has = (int)tkvi_load32(at);
         at += 4;
-        for (head = 0; (has & 1) && head < g->n_kv_heads; head++) {
-            if ((size_t)(end - at) < tkvi_head_bytes(g)) return "the calibration ends too early";
-            if (!tkvi_head_valid(g, at)) return "a head of the calibration has invalid values";
-            at += tkvi_head_bytes(g);
-        }
-        while ((f = tkvi_next_family(has, f)) != NULL) {
-            const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, -1);
-            const char *fault = NULL;
-            if ((size_t)(end - at) < f->saved_bytes(g)) return "the calibration ends too early";
-            if (f->find_fault) fault = f->find_fault(&to, at, tkvi_table_parts(kv, layer) & f->part);
-            if (fault) return fault;
-            at += f->saved_bytes(g);
-        }
+        if ((size_t)(end - at) < tkvi_parts_bytes(g, has)) return "the calibration ends too early";
+        fault = tkvi_find_table_fault(kv, layer, has, at);
+        if (fault) return fault;
+        at += tkvi_parts_bytes(g, has);
     }
     return at == end ? NULL : "the calibration is longer than it should be";
 }
@@ -253,6 +269,20 @@ static void tkvi_head_load(tkv_cache *kv, int layer, int version, int head, cons
         tkvi_set_order(to.order, g->k_pad, i, used ? tkvi_saved_channel(g, order, i) : i);
         to.importance[i] = used ? importance[i] : (uint8_t)0;
         to.mean[i] = used ? tkvi_f16_to_f32(tkvi_load16(mean + 2 * i)) : 0.0f;
+    }
+}
+
+/* Fills a version with the parts that the layer needs. has: the parts that are saved. */
+static void tkvi_fill_table(tkv_cache *kv, int layer, int version, int has, const uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const int need = tkvi_table_parts(kv, layer);
+    const tkvi_family *f = NULL;
+    int head;
+    for (head = 0; (need & 1) && head < g->n_kv_heads; head++)
+        tkvi_head_load(kv, layer, version, head, at + (size_t)head * tkvi_head_bytes(g));
+    while ((f = tkvi_next_family(need, f)) != NULL) {
+        const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
+        f->load(&to, at + tkvi_parts_bytes(g, has & (f->part - 1)));
     }
 }
 
@@ -279,7 +309,7 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
     const uint8_t *at;
     const char *wrong;
     tkv_status st;
-    int layer, head, version = 0, pass;
+    int layer, version = 0, pass;
     if (!kv) return TKV_ERR_ARG;
     if (!src) return tkvi_fail(kv, TKV_ERR_ARG, "the calibration is missing", 0, NULL);
     st = tkvi_between_steps(kv);
@@ -291,17 +321,11 @@ TKV_API tkv_status tkv_load_calibration(tkv_cache *kv, const void *src, size_t s
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
             int has, need = tkvi_table_parts(kv, layer), use;
-            const tkvi_family *f = NULL;
             at += tkvi_layer_head_bytes((int)tkvi_load32((const uint8_t *)src + 4));
             has = (int)tkvi_load32(at - 4);
             use = need && (has & need) == need; /* all parts that the layer needs, or none */
             if (use && (st = tkvi_version_for(kv, layer, &version)) != TKV_OK) return st;
-            for (head = 0; pass && use && (need & 1) && head < g->n_kv_heads; head++)
-                tkvi_head_load(kv, layer, version, head, at + (size_t)head * tkvi_head_bytes(g));
-            while (pass && use && (f = tkvi_next_family(need, f)) != NULL) {
-                const tkvi_family_state to = tkvi_table_state_of(&kv->tables, f, layer, version);
-                f->load(&to, at + tkvi_parts_bytes(g, has & (f->part - 1)));
-            }
+            if (pass && use) tkvi_fill_table(kv, layer, version, has, at);
             at += tkvi_parts_bytes(g, has);
             if (!pass || !use) continue;
             tkvi_table_use(kv, layer, version);

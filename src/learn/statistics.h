@@ -221,27 +221,39 @@ static int tkvi_version_of(const tkv_cache *kv, int layout) {
     return layout < kv->tables.n_keys ? -1 : (layout - kv->tables.n_keys) % TKVI_VERSIONS;
 }
 
-/* Returns a version of the layer's table that is neither current nor used by a block, or -1. The first table is
- * version 0. In place only versions that have their memory already count. */
-static int tkvi_free_version(const tkv_cache *kv, int layer) {
-    int used[TKVI_VERSIONS] = {0}, seq, i, v;
-    if (kv->tables.current_version[layer] < 0) return 0;
-    used[(int)kv->tables.current_version[layer]] = 1;
-    for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++) used[v] |= !kv->tables.version[v].bytes;
+/* Finds the versions of the layer's table that are current or used by a block. In place, those without memory count
+ * too. Returns a mask. */
+static unsigned tkvi_used_versions(const tkv_cache *kv, int layer) {
+    unsigned used = 0;
+    int seq, i, v;
+    if (kv->tables.current_version[layer] >= 0) used = 1u << kv->tables.current_version[layer];
+    for (v = 0; v < TKVI_VERSIONS && kv->pool.keep_all; v++)
+        used |= (unsigned)!kv->tables.version[v].bytes << v;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
-            if (version >= 0) used[version] = 1;
+            if (version >= 0) used |= 1u << version;
         }
     }
-    for (v = 0; v < TKVI_VERSIONS && used[v]; v++) continue;
+    return used;
+}
+
+/* Returns a version of the layer's table that is not in a mask, or -1. */
+static int tkvi_version_outside(unsigned mask) {
+    int v = 0;
+    while (v < TKVI_VERSIONS && mask >> v & 1) v++;
     return v < TKVI_VERSIONS ? v : -1;
 }
 
-/* Makes a filled version current: derives its block layouts, and later blocks are coded with it. */
-static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
+/* Returns a version that is neither current nor used by a block, or -1. The first table is version 0. */
+static int tkvi_free_version(const tkv_cache *kv, int layer) {
+    return kv->tables.current_version[layer] < 0 ? 0 : tkvi_version_outside(tkvi_used_versions(kv, layer));
+}
+
+/* Derives the block layouts of a filled version. */
+static void tkvi_lay_out_table(tkv_cache *kv, int layer, int version) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_head *heads = p->allocates ? tkvi_heads_of(&kv->tables, layer, version) : NULL;
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
@@ -255,6 +267,11 @@ static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
         tkvi_share_layout(&kv->tables, c, &p->geometry, heads, p->rope);
         tkvi_connect_states(&kv->tables, c, layer, version);
     }
+}
+
+/* Makes a filled version current: later blocks are coded with it. */
+static void tkvi_table_use(tkv_cache *kv, int layer, int version) {
+    tkvi_lay_out_table(kv, layer, version);
     kv->tables.current_version[layer] = (int8_t)version;
 }
 

@@ -1,0 +1,610 @@
+/*
+ * test_save.c - tkv_seq_save, tkv_seq_save_to, tkv_seq_load: the same bits afterwards, other plans, tables of many
+ * caches, damaged and hostile files, failed allocations.
+ *
+ * The streaming XXH64 and the drawn bytes are compared with a second reader, which knows the format from its drawing.
+ */
+#include "sequences.h"
+
+enum { LAYERS = 3, SEQS = 4, MOST = 4 << 20 };
+
+static unsigned char file[MOST], other_file[MOST];
+static const char model_name[] = "a model";
+
+static tkv_save_params save_params(int seq) {
+    tkv_save_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.model = model_name;
+    p.model_bytes = sizeof model_name;
+    return p;
+}
+
+static tkv_load_params load_params(int seq) {
+    tkv_load_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.model = model_name;
+    p.model_bytes = sizeof model_name;
+    return p;
+}
+
+static size_t save_sequence(tkv_cache *kv, int seq, unsigned char *to) {
+    const tkv_save_params p = save_params(seq);
+    size_t counted = 0, written = 0;
+    CHECK_EQ(tkv_seq_save(kv, &p, NULL, 0, &counted), TKV_OK);
+    if (counted > MOST) exit(2);
+    CHECK_EQ(tkv_seq_save(kv, &p, to, counted - 1, NULL), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_seq_save(kv, &p, to, counted, &written), TKV_OK);
+    CHECK_EQ(written, counted);
+    return written;
+}
+
+/* >>XXH64 of the second reader, from its specification */
+static uint64_t rotate_left(uint64_t x, int n) { return x << n | x >> (64 - n); }
+
+static uint64_t word_at(const unsigned char *p, int n) {
+    uint64_t x = 0;
+    for (int i = 0; i < n; i++) x |= (uint64_t)p[i] << 8 * i;
+    return x;
+}
+
+static uint64_t xxh64_of(const unsigned char *p, size_t n) {
+    const uint64_t a = 0x9e3779b185ebca87u, b = 0xc2b2ae3d27d4eb4fu, c = 0x165667b19e3779f9u,
+                   d = 0x85ebca77c2b2ae63u, e = 0x27d4eb2f165667c5u;
+    const size_t size = n;
+    uint64_t lane[4] = {0, 0, 0, 0}, h = e;
+    lane[0] = a + b, lane[1] = b, lane[3] = 0 - a;
+    for (; n >= 32; n -= 32)
+        for (int i = 0; i < 4; i++, p += 8) lane[i] = rotate_left(lane[i] + word_at(p, 8) * b, 31) * a;
+    if (size >= 32) {
+        h = rotate_left(lane[0], 1) + rotate_left(lane[1], 7) + rotate_left(lane[2], 12) +
+            rotate_left(lane[3], 18);
+        for (int i = 0; i < 4; i++) h = (h ^ rotate_left(lane[i] * b, 31) * a) * a + d;
+    }
+    h += size;
+    for (; n >= 8; n -= 8, p += 8) h = rotate_left(h ^ rotate_left(word_at(p, 8) * b, 31) * a, 27) * a + d;
+    for (; n >= 4; n -= 4, p += 4) h = rotate_left(h ^ word_at(p, 4) * a, 23) * b + c;
+    for (; n > 0; n--, p++) h = rotate_left(h ^ *p * e, 11) * a;
+    h = (h ^ h >> 33) * b;
+    h = (h ^ h >> 29) * c;
+    return h ^ h >> 32;
+}
+
+static void put_word(unsigned char *p, uint64_t x) {
+    for (int i = 0; i < 8; i++) p[i] = (unsigned char)(x >> 8 * i & 255);
+}
+
+/* Repairs all checksums of a file of n bytes, as far as its index is readable. */
+static void repair_checksums(unsigned char *at, size_t n) {
+    const uint64_t index = word_at(at + n - 32, 8), count = word_at(at + n - 24, 4);
+    if (index > n - 32 || count > (n - 32 - index) / 32) return;
+    for (uint64_t i = 0; i < count; i++) {
+        unsigned char *e = at + index + 32 * i;
+        const uint64_t from = word_at(e + 8, 8), bytes = word_at(e + 16, 8);
+        if (from <= index && bytes <= index - from) put_word(e + 24, xxh64_of(at + from, (size_t)bytes));
+    }
+    put_word(at + n - 16, xxh64_of(at + index, n - 16 - (size_t)index));
+}
+
+TEST(the_drawn_frame_is_there) {
+    static const unsigned char text[] = "Nobody inspects the spammish repetition";
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK(xxh64_of(text, 0) == 0xef46db3751d8e999u); /* vectors of the specification's authors */
+    CHECK(xxh64_of(text, sizeof text - 1) == 0xfbcea83c8a378bf1u);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 50), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file);
+    CHECK(memcmp(file, "TKVS\1\0\0", 8) == 0);
+    CHECK(memcmp(file + n - 8, "TKVSEND", 8) == 0);
+    CHECK(word_at(file + 8, 8) == n);
+    CHECK(word_at(file + 16, 8) == xxh64_of((const unsigned char *)model_name, sizeof model_name));
+    CHECK_EQ(word_at(file + 24, 4), LAYERS);
+    CHECK_EQ(word_at(file + 28, 4), 300);
+    CHECK_EQ(word_at(file + n - 24, 4),
+             4 + 3 * LAYERS); /* head, model, tokens, states; three of each layer */
+    memcpy(other_file, file, n);
+    repair_checksums(other_file, n);
+    CHECK_MEM(file, other_file, n); /* all checksums were right, by another XXH64 */
+    tkv_destroy(kv);
+}
+
+/* >>the same bits */
+typedef struct answers {
+    float out[LAYERS][3 * 2 * KV_HEADS * V_DIM];
+} answers;
+
+static answers ask(tkv_cache *kv, int seq) {
+    static float q[3 * 2 * KV_HEADS * DIM];
+    answers a;
+    tkv_rng rng = tkv_rng_seed(9);
+    memset(&a, 0, sizeof a);
+    tkv_rng_fill(&rng, q, 3 * 2 * KV_HEADS * DIM, 1.0);
+    for (int layer = 0; layer < LAYERS; layer++)
+        CHECK_EQ(tkv_attend(kv, seq, layer, q, 3, a.out[layer]), TKV_OK);
+    return a;
+}
+
+static void check_same_bits(tkv_cache *a, int seq_a, tkv_cache *b, int seq_b, const char *what) {
+    const answers x = ask(a, seq_a), y = ask(b, seq_b);
+    snapshot p = {NULL, 0}, q = {NULL, 0};
+    CHECK_MSG(memcmp(&x, &y, sizeof x) == 0, "%s: attention differs", what);
+    add_sequence_to_snapshot(&p, a, seq_a);
+    add_sequence_to_snapshot(&q, b, seq_b);
+    CHECK_MSG(p.n == q.n && memcmp(p.bytes, q.bytes, p.n) == 0, "%s: tokens differ", what);
+    free(p.bytes);
+    free(q.bytes);
+}
+
+static tkv_config config_number(int i) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    if (i == 1) cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
+    if (i == 2) cfg = make_f32_config(LAYERS, SEQS);
+    if (i == 3) cfg.model.window = 200;
+    if (i == 4)
+        cfg.tiers.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT2), cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    if (i == 5) cfg.tiers.archive = pair_of(TKV_INT4, TKV_SUBSPACE2), cfg.format.int_bits = 3;
+    if (i == 6) cfg.tiers.hot = pair_of(TKV_BF16, TKV_F16), cfg.tiers.sink_tokens = TKV_OFF;
+    if (i == 7) cfg.model.v_in_k = 1, cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    return cfg;
+}
+
+TEST(a_loaded_sequence_gives_the_same_bits) {
+    for (int i = 0; i < 8; i++) {
+        char what[32];
+        const tkv_config cfg = config_number(i);
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        snprintf(what, sizeof what, "config %d", i);
+        for (int n = 0; n < 3; n++) {
+            static const int lengths[] = {5, 300, 1500};
+            const tkv_load_params load = load_params(2);
+            tkv_load_info info;
+            CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(b, 2), TKV_OK);
+            CHECK_EQ(append_to_all_layers(a, 0, 1, lengths[n], n ? 50 : 1), TKV_OK);
+            const size_t bytes = save_sequence(a, 0, file);
+            CHECK_EQ(tkv_seq_load(b, &load, file, bytes, &info), TKV_OK);
+            CHECK_EQ(info.n_tokens, lengths[n]);
+            CHECK_EQ(info.n_recoded, 0);
+            check_cache_at(b, what, lengths[n]);
+            check_same_bits(a, 0, b, 2, what);
+            CHECK_EQ(save_sequence(b, 2, other_file), bytes); /* what was loaded is saved as it was */
+            if (n == 1) {                                     /* frozen tables for both */
+                size_t size = 0;
+                CHECK_EQ(tkv_freeze_calibration(a), TKV_OK);
+                CHECK_EQ(tkv_save_calibration(a, other_file, sizeof other_file, &size), TKV_OK);
+                CHECK_EQ(tkv_load_calibration(b, other_file, size), TKV_OK);
+            }
+            if (n == 2) { /* goes on alike: all layers have frozen tables */
+                CHECK_EQ(append_to_all_layers(a, 0, 1, 300, 37), TKV_OK);
+                CHECK_EQ(append_to_all_layers(b, 2, 1, 300, 37), TKV_OK);
+                check_same_bits(a, 0, b, 2, what);
+                check_cache_at(b, what, 1);
+            }
+        }
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* Forks, removed and moved tokens, pins, evicted tokens, sinks inside the text. */
+TEST(changed_sequences_are_saved) {
+    for (int i = 0; i < 6; i++) {
+        tkv_config cfg = make_config(LAYERS, SEQS);
+        uint64_t victims[16] = {0};
+        tkv_evict_params evict;
+        cfg.model.rope.dim = 12;
+        cfg.evict.policy = i == 5 ? TKV_EVICT_H2O : TKV_EVICT_SLIDING;
+        if (i == 4) cfg.tiers.n_anchors = 8, cfg.importance.sample_every = 1;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        tkv_load_params load = load_params(3);
+        tkv_save_params save = save_params(0);
+        size_t bytes = 0;
+        save.with_scores = i % 2;
+        for (int n = 0; n < 14; n++) {
+            CHECK_EQ(append_to_all_layers(a, 0, 1, 50, 50), TKV_OK);
+            (void)ask(a, 0);
+        }
+        CHECK_EQ(tkv_seq_pin(a, 0, 40, 30, TKV_UNLIMITED), TKV_OK);
+        memset(&evict, 0, sizeof evict);
+        evict.layer = TKV_ALL_LAYERS;
+        evict.victims = victims;
+        evict.n_victims = 700;
+        for (int t = 90; t < 500; t += 3) victims[t / 64] |= (uint64_t)1 << t % 64;
+        if (i >= 2) CHECK_EQ(tkv_evict(a, &evict), TKV_OK);
+        if (i == 1) CHECK_EQ(tkv_seq_fork(a, 0, 1, 333), TKV_OK), save.seq = 1;
+        if (i == 3) CHECK_EQ(tkv_seq_remove(a, 0, 200, 260), TKV_OK);
+        if (i == 3) CHECK_EQ(tkv_seq_shift(a, 0, 300, 600, 77), TKV_OK);
+        CHECK_EQ(append_to_all_layers(a, save.seq, 1, 10, 10), TKV_OK);
+        if (i == 0) CHECK_EQ(tkv_seq_set_sinks(a, 0, 705, 2, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_save(a, &save, NULL, 0, &bytes), TKV_OK);
+        CHECK_EQ(tkv_seq_save(a, &save, file, sizeof file, &bytes), TKV_OK);
+        CHECK_MSG(tkv_seq_load(b, &load, file, bytes, NULL) == TKV_OK, "%d: %s", i, tkv_get_last_error(b));
+        check_cache_at(b, "changed", i);
+        save.seq = 3;
+        CHECK_EQ(tkv_seq_save(b, &save, other_file, sizeof other_file, &bytes), TKV_OK);
+        if (i != 1) CHECK_MEM(file, other_file, bytes); /* the fork's blocks lie elsewhere in other lists */
+        const answers x = ask(a, i == 1), y = ask(b, 3);
+        CHECK_MSG(memcmp(&x, &y, sizeof x) == 0, "changed %d: attention differs", i);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* >>other plans */
+TEST(other_plans_load_it) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    static const tkv_level ladder[2] = {{64, 128, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+                                        {64, 0, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}, 0}};
+    tkv_cache *a = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    for (int i = 0; i < 4; i++) {
+        tkv_config other = cfg;
+        const tkv_load_params load = load_params(1);
+        tkv_budget_info budget;
+        if (i == 0) other.tiers.hot_tokens = 128, other.tiers.warm_tokens = 64;
+        if (i == 1) other.tiers.warm_tokens = 800, other.limits.max_append = 900;
+        if (i == 2) other.budget.bytes = 400000, other.budget.ladder = ladder, other.budget.n_levels = 2;
+        if (i == 3) other.limits.max_tokens = 1200;
+        tkv_cache *b = create_cache(&other);
+        CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_OK);
+        check_cache_at(b, "other plan", i);
+        const answers x = ask(a, 0), y = ask(b, 1);
+        CHECK_MSG(memcmp(&x, &y, sizeof x) == 0, "plan %d: attention differs", i);
+        CHECK_EQ(append_to_all_layers(b, 1, 1, 200, 50), TKV_OK);
+        check_cache_at(b, "other plan, later", i);
+        CHECK_EQ(tkv_get_budget(b, &budget), TKV_OK);
+        tkv_destroy(b);
+    }
+    tkv_destroy(a);
+}
+
+TEST(other_models_are_refused) {
+    static const struct {
+        tkv_status want;
+        const char *sentence;
+    } rows[] = {{TKV_ERR_CONFIG, "another model"},
+                {TKV_ERR_CONFIG, "other heads or channels in layer 0"},
+                {TKV_ERR_CONFIG, "another RoPE in layer 0"},
+                {TKV_ERR_CONFIG, "group_size"},
+                {TKV_ERR_CONFIG, "no level of this cache"},
+                {TKV_ERR_STATE, "sequence 1"},
+                {TKV_ERR_CAPACITY, "max_tokens"},
+                {TKV_ERR_CONFIG, "another number of layers"},
+                {TKV_ERR_CAPACITY, "token_capacity"}};
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    int tokens[3] = {7, -8, 9}, back[3] = {0, 0, 0};
+    tkv_cache *a = create_cache(&cfg);
+    tkv_save_params save = save_params(0);
+    size_t bytes = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 700, 50), TKV_OK);
+    save.tokens = tokens;
+    save.n_tokens = 3;
+    CHECK_EQ(tkv_seq_save(a, &save, file, sizeof file, &bytes), TKV_OK);
+    for (int i = -1; i < COUNT(rows); i++) {
+        tkv_config other = cfg;
+        tkv_load_params load = load_params(1);
+        tkv_load_info info;
+        if (i == 0) load.model_bytes--;
+        if (i == 1) other.model.v_head_dim = 6;
+        if (i == 2) other.model.rope.dim = 12;
+        if (i == 3) other.format.group_size = 32;
+        if (i == 4) other.tiers.archive = pair_of(TKV_KIVI3, TKV_KIVI2);
+        if (i == 6) other.limits.max_tokens = 699;
+        if (i == 7) other.model.n_layers = 2;
+        load.tokens = back;
+        load.token_capacity = i == 8 ? 2 : 3;
+        tkv_cache *b = create_cache(&other);
+        if (i == 5) CHECK_EQ(tkv_append(b, 1, 0, k_in, v_in, 1), TKV_OK);
+        memset(back, 0, sizeof back);
+        const tkv_status st = tkv_seq_load(b, &load, file, bytes, &info);
+        check_cache_at(b, "refused", i);
+        if (i < 0) {
+            CHECK_EQ(st, TKV_OK);
+            CHECK_EQ(info.n_saved_tokens, 3);
+            CHECK_MEM(back, tokens, sizeof back);
+        } else {
+            CHECK_EQ(st, rows[i].want);
+            CHECK_MSG(strstr(tkv_get_last_error(b), rows[i].sentence) != NULL, "%d: %s", i,
+                      tkv_get_last_error(b));
+            CHECK_EQ(tkv_get_length(b, 1, 1), 0);
+            CHECK_EQ(back[0], 0);
+        }
+        tkv_destroy(b);
+    }
+    tkv_destroy(a);
+}
+
+/* Files of many caches, each with tables of its own, in one cache: more tables than a layer can have. */
+TEST(tables_of_many_caches) {
+    enum { FILES = 12 };
+    static unsigned char saved[FILES][700000];
+    static size_t bytes[FILES];
+    tkv_config cfg = make_config(LAYERS, FILES);
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
+    tkv_cache *kv = create_cache(&cfg);
+    answers before[FILES];
+    int n_recoded = 0, n_tables = 0, n_same = 0;
+    for (int i = 0; i < FILES; i++) {
+        const tkv_save_params p = save_params(0);
+        tkv_cache *own = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(own, 0, 20 + i, i % 3 ? 900 : 4500, 64), TKV_OK);
+        CHECK_EQ(tkv_seq_save(own, &p, saved[i], sizeof saved[i], &bytes[i]), TKV_OK);
+        before[i] = ask(own, 0);
+        tkv_destroy(own);
+    }
+    for (int i = 0; i < FILES; i++) {
+        const tkv_load_params p = load_params(i);
+        tkv_load_info info;
+        CHECK_EQ(tkv_seq_load(kv, &p, saved[i], bytes[i], &info), TKV_OK);
+        check_cache_at(kv, "file", i);
+        n_recoded += info.n_recoded;
+        n_tables += info.n_tables;
+        const answers x = ask(kv, i);
+        if (info.n_recoded == 0)
+            CHECK_MSG(memcmp(&x, &before[i], sizeof x) == 0, "file %d: attention differs", i);
+    }
+    for (int i = 0; i < FILES; i++) {
+        const answers x = ask(kv, i);
+        double error = 0, all = 0;
+        n_same += memcmp(&x, &before[i], sizeof x) == 0;
+        for (int layer = 0; layer < LAYERS; layer++)
+            for (int c = 0; c < 3 * 2 * KV_HEADS * V_DIM; c++) {
+                const double d = (double)x.out[layer][c] - (double)before[i].out[layer][c];
+                error += d * d;
+                all += (double)before[i].out[layer][c] * (double)before[i].out[layer][c];
+            }
+        CHECK_LE(error, .2 * all); /* coded twice */
+    }
+    CHECK(n_same < FILES && n_same > 0);
+    CHECK(n_tables > FILES * LAYERS);
+    CHECK(n_recoded > 0);
+    printf("    %d tables loaded, %d blocks of files coded again, %d of %d sequences to the bit\n", n_tables,
+           n_recoded, n_same, FILES);
+    check_cache_at(kv, "all", 0);
+    tkv_destroy(kv);
+}
+
+TEST(offloaded_blocks_are_saved) {
+    test_store store;
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    int n;
+    memset(&store, 0, sizeof store);
+    attach_test_store(&store, &cfg);
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    tkv_cache *a = create_cache(&cfg);
+    cfg.offload.write = NULL;
+    cfg.offload.read = NULL;
+    cfg.offload.erase = NULL;
+    cfg.offload.prefetch = NULL;
+    tkv_cache *b = create_cache(&cfg);
+    const tkv_load_params load = load_params(0);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 800, 50), TKV_OK);
+    CHECK_EQ(tkv_offload(a, 0, 0, 4, &n), TKV_OK);
+    CHECK_EQ(n, 4);
+    size_t bytes = save_sequence(a, 0, file);
+    CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_OK);
+    const answers x = ask(a, 0), y = ask(b, 0);
+    CHECK(memcmp(&x, &y, sizeof x) == 0);
+    check_cache_at(b, "offloaded", 0);
+    tkv_destroy(b);
+    tkv_destroy(a);
+    destroy_test_store(&store);
+}
+
+/* >>callbacks */
+typedef struct sink {
+    size_t n;
+    int calls, fail_at;
+} sink;
+
+static int write_to_sink(void *user, const void *bytes, size_t size) {
+    sink *s = (sink *)user;
+    if (++s->calls == s->fail_at || s->n + size > sizeof other_file) return 1;
+    memcpy(other_file + s->n, bytes, size);
+    s->n += size;
+    return 0;
+}
+
+TEST(a_callback_gets_the_same_bytes) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    tkv_cache *kv = create_cache(&cfg);
+    const tkv_save_params p = save_params(0);
+    sink s;
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 800, 50), TKV_OK);
+    const size_t bytes = save_sequence(kv, 0, file);
+    memset(&s, 0, sizeof s);
+    CHECK_EQ(tkv_seq_save_to(kv, &p, write_to_sink, &s), TKV_OK);
+    CHECK_EQ(s.n, bytes);
+    CHECK_MEM(file, other_file, bytes);
+    const int calls = s.calls;
+    for (int i = 1; i <= calls; i += 1 + calls / 40) {
+        memset(&s, 0, sizeof s);
+        s.fail_at = i;
+        CHECK_EQ(tkv_seq_save_to(kv, &p, write_to_sink, &s), TKV_ERR_IO);
+        CHECK_EQ(s.calls, i); /* none after the failure */
+    }
+    check_cache_at(kv, "failed writes", 0);
+    tkv_destroy(kv);
+}
+
+/* >>damaged files */
+/* A small file: 80 tokens of one layer. */
+static tkv_config tiny_config(void) {
+    tkv_config cfg = make_config(1, 2);
+    cfg.model.n_heads = cfg.model.n_kv_heads = 1;
+    cfg.model.head_dim = 4;
+    cfg.model.v_head_dim = 4;
+    cfg.tiers.hot_tokens = TKV_OFF;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    return cfg;
+}
+
+TEST(each_flipped_bit_and_each_cut_is_found) {
+    const tkv_config cfg = tiny_config();
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params load = load_params(0);
+    static float x[140 * 4];
+    float out[4], again[4], q[4] = {1, 2, -1, .5f};
+    tkv_rng rng = tkv_rng_seed(3);
+    int n_wrong = 0;
+    tkv_rng_fill(&rng, x, 140 * 4, 1.0);
+    CHECK_EQ(tkv_append(a, 0, 0, x, x, 140), TKV_OK);
+    CHECK_EQ(tkv_append(b, 1, 0, x, x, 60), TKV_OK);
+    CHECK_EQ(tkv_attend(b, 1, 0, q, 1, out), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    for (size_t i = 0; i < 8 * bytes; i++) {
+        file[i / 8] ^= (unsigned char)(1u << i % 8);
+        n_wrong += tkv_seq_load(b, &load, file, bytes, NULL) != TKV_ERR_DATA || tkv_get_length(b, 0, 0) != 0;
+        file[i / 8] ^= (unsigned char)(1u << i % 8);
+    }
+    for (size_t i = 0; i < bytes; i++) n_wrong += tkv_seq_load(b, &load, file, i, NULL) != TKV_ERR_DATA;
+    CHECK_EQ(n_wrong, 0);
+    printf("    %d bytes\n", (int)bytes);
+    check_cache_at(b, "damaged", 0);
+    CHECK_EQ(tkv_attend(b, 1, 0, q, 1, again), TKV_OK);
+    CHECK_MEM(out, again, sizeof out);
+    CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_OK);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Random bytes and numbers change, and all checksums are repaired. A load gives an error and an empty sequence, or a
+ * cache that tkv_check accepts and that attends. */
+TEST(hostile_files_with_right_checksums) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    static const uint64_t numbers[] = {0, 1, 0x7fffffff, 0x80000000u, 0xffffffffu, 64, 65, 255, ~(uint64_t)0};
+    tkv_rng rng = tkv_rng_seed(11);
+    int n_loaded = 0, n = tkv_test_quick() ? 400 : 6000;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params load = load_params(0);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 500, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file), index = (size_t)word_at(file + bytes - 32, 8);
+    for (int i = 0; i < n; i++) {
+        memcpy(other_file, file, bytes);
+        for (int k = 1 + tkv_rng_below(&rng, 3); k > 0; k--) {
+            /* mostly lists and headers of blocks, seldom records */
+            const unsigned char *e = file + index + 32 * (size_t)tkv_rng_below(&rng, 4 + 3 * LAYERS);
+            const size_t from = (size_t)word_at(e + 8, 8), size = (size_t)word_at(e + 16, 8);
+            const size_t at = tkv_rng_below(&rng, 8) == 0
+                                  ? index + (size_t)tkv_rng_below(&rng, (int)(bytes - index))
+                                  : from + (size_t)tkv_rng_below(&rng, (int)(size < 600 ? size + 1 : 600));
+            if (at + 8 > bytes) continue;
+            if (tkv_rng_below(&rng, 2)) other_file[at] = (unsigned char)tkv_rng_below(&rng, 256);
+            else
+                for (int c = 0; c < 4; c++)
+                    other_file[(at & ~(size_t)3) + (size_t)c] =
+                        (unsigned char)(numbers[tkv_rng_below(&rng, COUNT(numbers))] >> 8 * c & 255);
+        }
+        repair_checksums(other_file, bytes);
+        const tkv_status st = tkv_seq_load(b, &load, other_file, bytes, NULL);
+        if (st == TKV_OK) {
+            n_loaded++;
+            check_cache_at(b, "hostile", i);
+            (void)tkv_append(b, 0, 0, k_in, v_in, 1);
+            static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+            for (int layer = 0; layer < LAYERS; layer++)
+                if (tkv_get_length(b, 0, layer)) CHECK_EQ(tkv_attend(b, 0, layer, q, 1, out), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        } else {
+            CHECK(st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_CAPACITY);
+            CHECK_EQ(tkv_get_length(b, 0, 0), 0);
+        }
+    }
+    check_cache_at(b, "after all", 0);
+    printf("    %d of %d loaded\n", n_loaded, n);
+    CHECK(n_loaded < n);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* >>memory */
+TEST(each_allocation_of_a_load_fails_once) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    counting_allocator memory;
+    const tkv_load_params load = load_params(1);
+    int i;
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    tkv_cache *a = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    memset(&memory, 0, sizeof memory);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    for (i = 1; i < 100; i++) {
+        tkv_cache *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(b, 0, 5, 100, 50), TKV_OK);
+        const answers before = ask(b, 0);
+        memory.fail_at = i;
+        const tkv_status st = tkv_seq_load(b, &load, file, bytes, NULL);
+        memory.fail_at = 0;
+        check_cache_at(b, "failed allocation", i);
+        if (st != TKV_OK) {
+            CHECK_EQ(st, TKV_ERR_NOMEM);
+            CHECK_EQ(tkv_get_length(b, 1, 0), 0);
+            const answers after = ask(b, 0);
+            CHECK(memcmp(&before, &after, sizeof before) == 0);
+            CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_OK);
+        }
+        check_same_bits(a, 0, b, 1, "after a failed allocation");
+        tkv_destroy(b);
+        CHECK_EQ(memory.held, 0);
+        if (st == TKV_OK) break;
+    }
+    CHECK(i > 3);
+    printf("    %d allocations\n", i - 1);
+    tkv_destroy(a);
+}
+
+static void put_states(tkv_cache *kv) {
+    char text[40];
+    for (int n = 100; n <= 400; n += 100)
+        for (int layer = 0; layer < 2; layer++) {
+            memset(text, n / 100 + layer, sizeof text);
+            CHECK_EQ(tkv_seq_put_state(kv, 0, layer, n, text, (size_t)(30 + layer)), TKV_OK);
+        }
+}
+
+TEST(states_are_saved) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params load = load_params(2);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 400, 50), TKV_OK);
+    put_states(a);
+    const size_t bytes = save_sequence(a, 0, file);
+    CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_OK);
+    check_cache_at(b, "states", 0);
+    for (int n = 100; n <= 400; n += 100)
+        for (int layer = 0; layer < 2; layer++) {
+            char text[40], want[40];
+            size_t size = 0;
+            memset(want, n / 100 + layer, sizeof want);
+            CHECK_EQ(tkv_seq_get_state(b, 2, layer, n, text, sizeof text, &size), TKV_OK);
+            CHECK_EQ(size, 30 + layer);
+            CHECK_MEM(text, want, size);
+        }
+    CHECK_EQ(save_sequence(b, 2, other_file), bytes);
+    CHECK_MEM(file, other_file, bytes);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+int main(int argc, char **argv) {
+    tkv_test_begin(argc, argv);
+    RUN(the_drawn_frame_is_there);
+    RUN(a_loaded_sequence_gives_the_same_bits);
+    RUN(changed_sequences_are_saved);
+    RUN(other_plans_load_it);
+    RUN(other_models_are_refused);
+    RUN(tables_of_many_caches);
+    RUN(offloaded_blocks_are_saved);
+    RUN(a_callback_gets_the_same_bytes);
+    RUN(each_flipped_bit_and_each_cut_is_found);
+    RUN(hostile_files_with_right_checksums);
+    RUN(each_allocation_of_a_load_fails_once);
+    RUN(states_are_saved);
+    return tkv_test_end();
+}
