@@ -870,7 +870,7 @@ static void init_decode_side(tkv_rng *rng, const decode_case *c, tkv_side which,
                          tkv_rng_below(rng, 2), levels);
         *rotated = *m->s.format;
         rotated->side[TKV_K].decode = rotated->side[TKV_V].decode = tkvi_decode_tiles;
-        rotated->rotated = c->kind;
+        rotated->rotated = (int8_t)c->kind;
         m->s.format = rotated;
     }
 }
