@@ -105,7 +105,8 @@
  *   TKV_NO_MOVES             implementation     leaves out removing, shifting, copying, keeping and sliding of tokens
  *   TKV_NO_STATES            implementation     leaves out the states of recurrent layers
  *   TKV_NO_APPEND_PARTS      implementation     leaves out appends in parts (tkv_append_part)
- *   TKV_CORE                 implementation     sets the eleven from TKV_NO_KVQUANT to TKV_NO_APPEND_PARTS
+ *   TKV_NO_SAVE              implementation     leaves out saving and loading of sequences
+ *   TKV_CORE                 implementation     sets the twelve from TKV_NO_KVQUANT to TKV_NO_SAVE
  *
  *   Switches shorten compiling and the object. README.md has a table of the bytes and seconds that each saves.
  *
@@ -340,6 +341,37 @@
  *     if (tkv_seq_truncate(kv, 0, kept)) return 1;
  *     if (kept && tkv_seq_get_state(kv, 0, 0, kept, state, sizeof state, &bytes)) return 1;
  *     printf("back to %d: from the state of %d tokens, %d bytes\n", wanted, kept, (int)bytes);
+ * End of recipe
+ *
+ *   Saving. tkv_seq_save writes a sequence to memory, tkv_seq_save_to through a callback. tkv_seq_load verifies all of
+ *   it before it changes anything, and reads it into an empty sequence of this or another cache. Attention then gives
+ *   the same bits. A damaged or cut file gives TKV_ERR_DATA and a sentence; the cache is as it was. A file of another
+ *   model gives TKV_ERR_CONFIG. Give `model` bytes that change when weights change, such as a hash of the file. Tables
+ *   that the cache has already are not stored twice. A layer has at most four: beyond that, blocks are coded again with
+ *   its current table, and tkv_load_info says how many. The checksums (XXH64) find accidents; they do not stop an
+ *   attacker. Write to a new file, flush it, and rename it: then a crash leaves the old file or the new one.
+ *
+ * Recipe R16: a conversation in a file's bytes
+ *     static unsigned char bytes[4 << 20];
+ *     tkv_save_params save = {0};
+ *     tkv_load_params load = {0};
+ *     size_t n;
+ *     cfg.limits.max_seqs = 2;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int i = 0; i < 32; i++) {
+ *         run_model(64);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 64)) return 1;
+ *     }
+ *     save.model = load.model = "my model, version 3";
+ *     save.model_bytes = load.model_bytes = 19;
+ *     if (tkv_seq_save(kv, &save, bytes, sizeof bytes, &n)) return puts(tkv_get_last_error(kv)), 1;
+ *     load.seq = 1;
+ *     bytes[n / 2] ^= 1;                                   // a flipped bit is found
+ *     printf("damaged: %s\n", tkv_get_status_text(tkv_seq_load(kv, &load, bytes, n, NULL)));
+ *     bytes[n / 2] ^= 1;
+ *     if (tkv_seq_load(kv, &load, bytes, n, NULL)) return puts(tkv_get_last_error(kv)), 1;
+ *     printf("%d tokens in %d bytes\n", tkv_get_length(kv, 1, 0), (int)n);
  * End of recipe
  *
  *

@@ -625,6 +625,32 @@ static int merge_empty_row(rig *r, int dim) { /* a row without keys on this side
     return TKV_OK;
 }
 
+static int ignore_bytes(void *user, const void *bytes, size_t size) {
+    (void)user;
+    (void)bytes;
+    return size > (size_t)-1 / 2;
+}
+
+static tkv_status try_save(rig *r, int with_callback, int seq, int n_tokens) {
+    static const int tokens[1] = {7};
+    tkv_save_params p;
+    size_t needed;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.tokens = tokens;
+    p.n_tokens = n_tokens;
+    return with_callback ? tkv_seq_save_to(r->kv, &p, ignore_bytes, NULL)
+                         : tkv_seq_save(r->kv, &p, NULL, 0, &needed);
+}
+
+static tkv_status try_load(rig *r, int seq, int capacity) {
+    tkv_load_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.token_capacity = capacity;
+    return tkv_seq_load(r->kv, &p, "no file", 7, NULL);
+}
+
 static tkv_status read_token(rig *r, int seq, int layer, int index, int n) {
     return tkv_read_tokens(r->kv, seq, layer, &index, n, r->o.k, r->o.v);
 }
@@ -653,6 +679,11 @@ static void try_reading(rig *r) {
     SAFE("tkv_read_tokens", "layer", EVERY, LAYERS, "AAAAAA*A", read_token(r, 0, x, 0, 1));
     SAFE("tkv_read_tokens", "indices", EVERY, LENGTH, "AAARRR", read_token(r, 0, 0, x, 1));
     SAFE("tkv_read_tokens", "n", PLAIN, 1, "AAAO**", read_token(r, 0, 0, 399, x < 2 ? x : 1));
+    EACH("tkv_seq_save", "seq", EVERY, SEQS, "AAAAAA", try_save(r, 0, x, 0));
+    EACH("tkv_seq_save", "n_tokens", PLAIN, 1, "AAAO**", try_save(r, 0, 0, x < 2 ? x : 1));
+    EACH("tkv_seq_save_to", "seq", EVERY, SEQS, "AAAAAA", try_save(r, 1, x, 0));
+    EACH("tkv_seq_load", "seq", EVERY, SEQS, "AAAAAA", try_load(r, x, 0));
+    EACH("tkv_seq_load", "token_capacity", EVERY, 1, "AAA***", try_load(r, 0, x));
 }
 
 /* >>tables and reports */

@@ -227,6 +227,12 @@ static const tkvi_row *tkvi_find_invalid_option(const tkv_format_options *o) {
     return NULL;
 }
 
+/* 1 if an option decides what the bytes of a block mean. `fit` and `squat_block` are choices of encoders. */
+static int tkvi_is_option_of_bytes(const tkvi_row *row) {
+    return row->offset != offsetof(tkv_format_options, fit) &&
+           row->offset != offsetof(tkv_format_options, squat_block);
+}
+
 static void tkvi_fill_options(tkv_format_options *o) {
     int i;
     for (i = 0; i < TKVI_OPTIONS; i++)

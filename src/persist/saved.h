@@ -85,12 +85,6 @@ static uint64_t tkvi_rope_hash(const tkvi_rope *rope) {
     return tkvi_xxh64_end(&sum);
 }
 
-/* 1 if an option of formats decides what bytes of a block mean. `fit` and `squat_block` are choices of encoders. */
-static int tkvi_is_option_of_bytes(const tkvi_row *row) {
-    return row->offset != offsetof(tkv_format_options, fit) &&
-           row->offset != offsetof(tkv_format_options, squat_block);
-}
-
 /* Index in a list of the first entry that holds the block of entry i. */
 static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     uint32_t other = kv->pool.entry[ids[i]].next_holder;

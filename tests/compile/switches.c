@@ -58,6 +58,11 @@ static const char *const no_states = "TKV_NO_STATES";
 #else
 static const char *const no_states = NULL;
 #endif
+#if defined(TKV_CORE) || defined(TKV_NO_SAVE)
+static const char *const no_save = "TKV_NO_SAVE";
+#else
+static const char *const no_save = NULL;
+#endif
 #if defined(TKV_CORE) || defined(TKV_NO_APPEND_PARTS)
 static const char *const no_append_parts = "TKV_NO_APPEND_PARTS";
 #else
@@ -583,6 +588,37 @@ static void moving(void) {
     tkv_destroy(kv);
 }
 
+static int take_bytes(void *user, const void *bytes, size_t size) {
+    (void)bytes;
+    *(size_t *)user += size;
+    return 0;
+}
+
+static void saves(void) {
+    static unsigned char bytes[1 << 20];
+    tkv_config cfg = config();
+    tkv_cache *kv;
+    tkv_save_params save;
+    tkv_load_params load;
+    size_t n = 0, taken = 0;
+    cfg.limits.max_seqs = 2;
+    kv = cache(&cfg);
+    if (!kv) return;
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    load.seq = 1;
+    if (no_save) {
+        CHECK(refused(kv, tkv_seq_save(kv, &save, bytes, sizeof bytes, &n), no_save));
+        CHECK(refused(kv, tkv_seq_save_to(kv, &save, take_bytes, &taken), no_save));
+        CHECK(refused(kv, tkv_seq_load(kv, &load, bytes, sizeof bytes, NULL), no_save));
+    } else {
+        CHECK(tkv_seq_save(kv, &save, bytes, sizeof bytes, &n) == TKV_OK);
+        CHECK(tkv_seq_save_to(kv, &save, take_bytes, &taken) == TKV_OK && taken == n);
+        CHECK(tkv_seq_load(kv, &load, bytes, n, NULL) == TKV_OK && tkv_get_length(kv, 1, 0) == TOKENS);
+    }
+    tkv_destroy(kv);
+}
+
 static void states(void) {
     tkv_config cfg = config();
     tkv_cache *kv = cache(&cfg);
@@ -620,6 +656,7 @@ int main(void) {
     metering();
     moving();
     states();
+    saves();
     append_parts();
     reports();
     return failed != 0;
