@@ -14,6 +14,8 @@
 
 #include "persist/save.h"
 #include "report/info.h"
+#include "step/fork.h"
+#include "step/turns.h"
 
 typedef struct tkvi_section {
     const uint8_t *at;
@@ -38,6 +40,11 @@ static tkv_status tkvi_refuse_file(tkvi_loader *l, const char *why) {
 
 static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int layer) {
     return tkvi_fail(l->kv, TKV_ERR_DATA, why, layer, "");
+}
+
+static int tkvi_saved_int(const uint8_t *at) {
+    const uint32_t x = tkvi_load32(at);
+    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
 }
 
 /* >>frame */
@@ -120,22 +127,25 @@ static tkv_status tkvi_refuse_saved_model(tkvi_loader *l, const char *why, int l
     return tkvi_fail(l->kv, TKV_ERR_CONFIG, why, layer, layer < 0 ? NULL : "");
 }
 
-/* Compares the options of formats. *n: how many the file has. */
+/* Compares the options of formats. *n: how many the file has. Options that it lacks had their defaults. */
 static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s, size_t *n) {
-    int i, count = s->n < 4 ? -1 : (int)(tkvi_load32(s->at) & 0x7fffffff);
-    if (count < 0 || count > 256 || s->n < 4u + 4u * (size_t)count)
+    const uint32_t count = s->n < 4 ? 257 : tkvi_load32(s->at);
+    int i;
+    if (count > 256 || s->n < 4u + 4u * (size_t)count)
         return tkvi_refuse_file(l, "the saved sequence has no options");
     *n = (size_t)count;
-    for (i = 0; i < TKVI_OPTIONS || i < count; i++) {
-        const int known = i < TKVI_OPTIONS;
-        const int here = known ? tkvi_member_int(&l->kv->tables.cfg.format, tkvi_option_rows[i].offset) : 0;
-        const int saved = i < count ? (int)tkvi_load32(s->at + 4 + 4 * i) : tkvi_option_rows[i].standard;
-        if (here == saved || (known && !tkvi_is_option_of_bytes(&tkvi_option_rows[i]))) continue;
-        return tkvi_fail(l->kv, TKV_ERR_CONFIG,
-                         known ? tkvi_option_rows[i].name
-                               : "an option of formats that this build does not know",
-                         here, " in format options here, and another value where the sequence was saved");
+    for (i = 0; i < TKVI_OPTIONS; i++) {
+        const tkvi_row *row = &tkvi_option_rows[i];
+        const int here = tkvi_member_int(&l->kv->tables.cfg.format, row->offset);
+        const int saved = i < (int)count ? tkvi_saved_int(s->at + 4 + 4 * i) : row->standard;
+        if (here != saved && tkvi_is_option_of_bytes(row))
+            return tkvi_fail(l->kv, TKV_ERR_CONFIG, row->name, here,
+                             " in format options here, and another value where the sequence was saved");
     }
+    for (i = TKVI_OPTIONS; i < (int)count; i++)
+        if (tkvi_load32(s->at + 4 + 4 * i))
+            return tkvi_refuse_saved_model(l, "it was saved with an option of formats that is unknown here",
+                                           -1);
     return TKV_OK;
 }
 
@@ -179,11 +189,6 @@ typedef struct tkvi_saved_list {
     const uint8_t *blocks, *records;
     size_t record_bytes; /* of all records */
 } tkvi_saved_list;
-
-static int tkvi_saved_int(const uint8_t *at) {
-    const uint32_t x = tkvi_load32(at);
-    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
-}
 
 /* Reads an entry. *first: the first entry with its block. */
 static tkvi_entry tkvi_read_entry(const tkvi_saved_list *list, int i, int *first) {
