@@ -21,6 +21,7 @@
  *    5 Appending and attending                   R8 attention over two sets of keys
  *                                                R11 characters with a common prompt
  *                                                R13 back to a state of a hybrid model
+ *                                                R16 a conversation in a file's bytes
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena
@@ -1643,7 +1644,8 @@ typedef struct tkv_evict_config { /* zero means default */
     tkv_evict_policy policy;
     int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
     /* Tokens that the first and the last layer keep, with any policy; layers between them are on a straight line.
-     * keep_tokens is then their mean, rounded up, whatever it was. Both 0: the policy shares keep_tokens */
+     * keep_tokens is then their mean, rounded up, whatever it was, and forecasts of bytes take it for each layer. Both
+     * 0: the policy shares keep_tokens */
     int keep_first, keep_last;
     /* Tokens that stay: indices below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
@@ -2350,6 +2352,8 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_STATE        a step is open in the sequence
  *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
+ * In place, an arena may have no room for the table that a save needs meanwhile, or for the block of a load:
+ * TKV_ERR_CAPACITY.
  * Cost: O(bytes), twice: they are copied, then hashed. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
@@ -2735,9 +2739,9 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
  * The last three look at queries in two ways. After an append of several tokens they take the newest queries. After an
  * append of one token they take only the last queries before the next eviction: "tova" one, the others one in
- * importance.sample_every (0: 32) of a batch. With evict.keep_tokens the cache knows when that is. Without, it
- * expects an eviction when a block of 64 tokens is full. In between, tkv_evict has older scores, and evicts tokens
- * behind the last query that counted after all others.
+ * importance.sample_every (0: 32) of a batch. With evict.keep_tokens the cache knows when that is. Without it, and
+ * under a byte budget, it expects an eviction when a block of 64 tokens is full. In between, tkv_evict has older
+ * scores, and evicts tokens behind the last query that counted after all others.
  * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
  *
  * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.
@@ -8112,7 +8116,11 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(state->options->kvquant & ~(TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_NORM));
+    b[0] = (uint8_t)(state->options->kvquant & TKV_KVQUANT_DENSE);
+    if (tkvi_kvquant_is_uniform(state->options, TKV_K)) b[0] = (uint8_t)(b[0] | TKV_KVQUANT_UNIFORM_K);
+    if (tkvi_kvquant_is_uniform(state->options, TKV_V)) b[0] = (uint8_t)(b[0] | TKV_KVQUANT_UNIFORM_V);
+    if (b[0] >= TKV_KVQUANT_UNIFORM_K + TKV_KVQUANT_UNIFORM_V) /* both: as calibrations have always said it */
+        b[0] = (uint8_t)((b[0] & TKV_KVQUANT_DENSE) | TKV_KVQUANT_UNIFORM);
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);
@@ -23004,7 +23012,8 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
 static int tkvi_line_between(int first, int last, int mean, int l, int n) {
     const int64_t at = n > 1 ? (int64_t)first * (n - 1 - l) + (int64_t)last * l : (int64_t)first + last;
     const int64_t sum = ((int64_t)first + last) * (n > 1 ? n - 1 : 2);
-    return tkvi_max(1, (int)((double)at / (double)sum * 2.0 * mean + .5));
+    const double n_tokens = (double)at / (double)sum * 2.0 * mean + .5;
+    return n_tokens < 1073741823.0 ? tkvi_max(1, (int)n_tokens) : 1073741823; /* 2^30 - 1: all */
 }
 
 /* In the order of tkv_evict_shape. */
@@ -30026,8 +30035,8 @@ static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
 
 static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
     const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
-    return decodes && list->len > list->evict_len - m->decoded ? tkvi_max(list->len, list->evict_len)
-                                                               : list->len;
+    if (!decodes || list->len <= list->evict_len - m->decoded) return list->len;
+    return tkvi_max(list->len, list->evict_len) + 1; /* + 1: a chunk may end there */
 }
 
 /* Joins new scores to those of a block of a list. said: the new scores of its 64 tokens, 0 for evicted ones. one: the
@@ -31737,15 +31746,17 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, in
 }
 
 /* Sets list->evict_len for when n more tokens will have been appended. cfg: filled. keep: the layer's share; 0: the
- * byte budget decides. An append needs a block once in 64 tokens, so that is when such an eviction comes. */
+ * byte budget alone decides. An append needs a block once in 64 tokens, so that is when such an eviction comes. */
 static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, const tkv_evict_config *cfg,
                                    int keep) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const int64_t len = (int64_t)list->len + n;
-    int64_t left;
+    int64_t left = tkvi_round_up((int)tkvi_min(list->len + n, TKVI_FOREVER), TKVI_BLOCK) - len;
     if (!kv->token_scores.mode || !kv->token_scores.mode->fresh || len >= TKVI_FOREVER) return;
-    left = keep ? tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n
-                : tkvi_round_up((int)len, TKVI_BLOCK) - len;
+    if (keep) {
+        const int64_t spare = tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n;
+        left = tkvi_has_budget(kv) && left < spare ? left : spare;
+    }
     list->evict_len = (int)(len + (left > 0 ? left : 0));
 }
 
@@ -37684,6 +37695,8 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (p->victims) return tkvi_evict_named(kv, p);
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
     keep = p->keep ? p->keep : kv->tables.cfg.evict.keep_tokens;
+    if (!p->keep && cfg->keep_first > 0 && cfg->keep_last > 0)
+        keep = (int)(((int64_t)cfg->keep_first + cfg->keep_last + 1) / 2);
     if (keep < 1)
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
@@ -41202,7 +41215,7 @@ static void tkvi_write_floats(const tkvi_row *row, const void *at, tkvi_out *o) 
 
 static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
-    if (s.n >= sizeof name) return 0;
+    if (s.n >= sizeof name || memchr(s.at, 0, s.n)) return 0;
     tkvi_copied(s, name, sizeof name);
     *out = tkvi_find_format(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
@@ -41343,7 +41356,7 @@ static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, vo
     (void)r;
     (void)row;
     memset(&any, 0, sizeof any);
-    if (s.n >= sizeof name) return 0;
+    if (s.n >= sizeof name || memchr(s.at, 0, s.n)) return 0;
     tkvi_copied(s, name, sizeof name);
     return tkv_apply_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
 }
@@ -41764,6 +41777,8 @@ static void tkvi_extend_path(tkvi_parser *r, const char *s, size_t n) {
     const size_t left = sizeof r->path - r->path_bytes;
     memcpy(r->path + r->path_bytes, s, n < left ? n : left);
     r->path_bytes += n < left ? n : left;
+    if (n > left)
+        r->path[sizeof r->path - 1] = '?'; /* no key has it, so a path that is too long matches none */
     r->key.at = r->path;
     r->key.n = r->path_bytes;
 }
@@ -44159,11 +44174,11 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
 
 static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, uint32_t id) {
     tkvi_token_meta *m = l->kv->pool.token_meta ? &l->kv->pool.token_meta[id] : NULL;
-    const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
+    const uint8_t *at = list->meta ? list->meta + (size_t)i * list->meta_bytes : NULL;
     int t;
     if (!TKVI_HAS_EVICT || !m) return;
     memset(m, 0, sizeof *m);
-    if (!list->meta) return;
+    if (!at) return;
     m->pinned_mask = tkvi_load64(at);
     m->temporary_mask = tkvi_load64(at + 8);
     m->anchored_mask = tkvi_load64(at + 16);

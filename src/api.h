@@ -360,7 +360,8 @@ typedef struct tkv_evict_config { /* zero means default */
     tkv_evict_policy policy;
     int keep_tokens; /* tokens that a layer of a cache keeps ("pyramidkv": on average); 0: the budget decides */
     /* Tokens that the first and the last layer keep, with any policy; layers between them are on a straight line.
-     * keep_tokens is then their mean, rounded up, whatever it was. Both 0: the policy shares keep_tokens */
+     * keep_tokens is then their mean, rounded up, whatever it was, and forecasts of bytes take it for each layer. Both
+     * 0: the policy shares keep_tokens */
     int keep_first, keep_last;
     /* Tokens that stay: indices below sink_tokens, and the newest recent_tokens. TKV_OFF: none. 0: 4 and 32;
      * "sliding" 4 and 1; "pyramidkv" 4 and 8; "fifo" and "random" 0 and 0. The default of recent_tokens takes at
@@ -1067,6 +1068,8 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_STATE        a step is open in the sequence
  *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
+ * In place, an arena may have no room for the table that a save needs meanwhile, or for the block of a load:
+ * TKV_ERR_CAPACITY.
  * Cost: O(bytes), twice: they are copied, then hashed. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
@@ -1452,9 +1455,9 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  *     snapkv, pyramidkv                        weights of the newest evict.recent_tokens queries
  * The last three look at queries in two ways. After an append of several tokens they take the newest queries. After an
  * append of one token they take only the last queries before the next eviction: "tova" one, the others one in
- * importance.sample_every (0: 32) of a batch. With evict.keep_tokens the cache knows when that is. Without, it
- * expects an eviction when a block of 64 tokens is full. In between, tkv_evict has older scores, and evicts tokens
- * behind the last query that counted after all others.
+ * importance.sample_every (0: 32) of a batch. With evict.keep_tokens the cache knows when that is. Without it, and
+ * under a byte budget, it expects an eviction when a block of 64 tokens is full. In between, tkv_evict has older
+ * scores, and evicts tokens behind the last query that counted after all others.
  * With any other policy, the strategy of cfg.importance decides. "recency" collects nothing.
  *
  * importance.heads combines the weights of the n_heads / n_kv_heads query heads of a KV head: mean, largest or sum.

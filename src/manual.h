@@ -19,6 +19,7 @@
  *    5 Appending and attending                   R8 attention over two sets of keys
  *                                                R11 characters with a common prompt
  *                                                R13 back to a state of a hybrid model
+ *                                                R16 a conversation in a file's bytes
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena

@@ -644,6 +644,21 @@ TEST(layers_keep_tokens_on_a_line) {
         CHECK_EQ(n_live(pair.kv, 0, 1), 100);
         CHECK_EQ(n_live(pair.kv, 0, 2), 50);
         destroy_pair(&pair);
+        pair =
+            make_pair(&cfg); /* shares beyond all tokens evict none, and another config brings its own line */
+        CHECK_EQ(append_tokens(&pair, 0, 100), TKV_OK);
+        tkv_evict_config own = cfg.evict;
+        p.keep = 0x7fffffff;
+        CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
+        CHECK_EQ(n_live(pair.kv, 0, 0), 100);
+        own.keep_first = 40;
+        own.keep_last = 20;
+        p.evict = &own;
+        p.keep = 0;
+        CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
+        CHECK_EQ(n_live(pair.kv, 0, 0), 40);
+        CHECK_EQ(n_live(pair.kv, 0, 2), 20);
+        destroy_pair(&pair);
         cfg.evict.keep_last = 0;
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK(strstr(reason, "evict.keep_first is 300") != NULL);

@@ -144,6 +144,7 @@ static void add_expected_call(tkv_cache *kv, const tkv_attend_params *q) {
     if (expected.mode == NEWEST && n_appended == 1) { /* an eviction may come when a block is full */
         stamp = (len + 63) / 64 * 64;
         if (len <= stamp - (expected.n_decoded ? expected.n_decoded : 1)) return;
+        stamp++; /* a chunk may end there */
     }
     if (expected.len != stamp)
         for (j = 0; j < len; j++)

@@ -177,7 +177,11 @@ static uint64_t tkvi_kvquant_mode(const tkvi_family_state *state) {
     uint64_t h = TKVI_FNV1A_START;
     uint8_t b[8];
     int j, k;
-    b[0] = (uint8_t)(state->options->kvquant & ~(TKV_KVQUANT_POST_ROPE | TKV_KVQUANT_NORM));
+    b[0] = (uint8_t)(state->options->kvquant & TKV_KVQUANT_DENSE);
+    if (tkvi_kvquant_is_uniform(state->options, TKV_K)) b[0] = (uint8_t)(b[0] | TKV_KVQUANT_UNIFORM_K);
+    if (tkvi_kvquant_is_uniform(state->options, TKV_V)) b[0] = (uint8_t)(b[0] | TKV_KVQUANT_UNIFORM_V);
+    if (b[0] >= TKV_KVQUANT_UNIFORM_K + TKV_KVQUANT_UNIFORM_V) /* both: as calibrations have always said it */
+        b[0] = (uint8_t)((b[0] & TKV_KVQUANT_DENSE) | TKV_KVQUANT_UNIFORM);
     b[1] = (uint8_t)(rope ? rope->pairs : 0);
     b[2] = (uint8_t)(rope ? rope->step : 0);
     h = tkvi_fnv1a_more(h, b, 3);

@@ -561,11 +561,11 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
 
 static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, uint32_t id) {
     tkvi_token_meta *m = l->kv->pool.token_meta ? &l->kv->pool.token_meta[id] : NULL;
-    const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
+    const uint8_t *at = list->meta ? list->meta + (size_t)i * list->meta_bytes : NULL;
     int t;
     if (!TKVI_HAS_EVICT || !m) return;
     memset(m, 0, sizeof *m);
-    if (!list->meta) return;
+    if (!at) return;
     m->pinned_mask = tkvi_load64(at);
     m->temporary_mask = tkvi_load64(at + 8);
     m->anchored_mask = tkvi_load64(at + 16);

@@ -462,15 +462,17 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, in
 }
 
 /* Sets list->evict_len for when n more tokens will have been appended. cfg: filled. keep: the layer's share; 0: the
- * byte budget decides. An append needs a block once in 64 tokens, so that is when such an eviction comes. */
+ * byte budget alone decides. An append needs a block once in 64 tokens, so that is when such an eviction comes. */
 static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, const tkv_evict_config *cfg,
                                    int keep) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const int64_t len = (int64_t)list->len + n;
-    int64_t left;
+    int64_t left = tkvi_round_up((int)tkvi_min(list->len + n, TKVI_FOREVER), TKVI_BLOCK) - len;
     if (!kv->token_scores.mode || !kv->token_scores.mode->fresh || len >= TKVI_FOREVER) return;
-    left = keep ? tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n
-                : tkvi_round_up((int)len, TKVI_BLOCK) - len;
+    if (keep) {
+        const int64_t spare = tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n;
+        left = tkvi_has_budget(kv) && left < spare ? left : spare;
+    }
     list->evict_len = (int)(len + (left > 0 ? left : 0));
 }
 

@@ -56,8 +56,8 @@ static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
 
 static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
     const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
-    return decodes && list->len > list->evict_len - m->decoded ? tkvi_max(list->len, list->evict_len)
-                                                               : list->len;
+    if (!decodes || list->len <= list->evict_len - m->decoded) return list->len;
+    return tkvi_max(list->len, list->evict_len) + 1; /* + 1: a chunk may end there */
 }
 
 /* Joins new scores to those of a block of a list. said: the new scores of its 64 tokens, 0 for evicted ones. one: the

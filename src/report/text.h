@@ -437,7 +437,7 @@ static void tkvi_write_floats(const tkvi_row *row, const void *at, tkvi_out *o) 
 
 static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
-    if (s.n >= sizeof name) return 0;
+    if (s.n >= sizeof name || memchr(s.at, 0, s.n)) return 0;
     tkvi_copied(s, name, sizeof name);
     *out = tkvi_find_format(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
@@ -578,7 +578,7 @@ static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, vo
     (void)r;
     (void)row;
     memset(&any, 0, sizeof any);
-    if (s.n >= sizeof name) return 0;
+    if (s.n >= sizeof name || memchr(s.at, 0, s.n)) return 0;
     tkvi_copied(s, name, sizeof name);
     return tkv_apply_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
 }
@@ -999,6 +999,8 @@ static void tkvi_extend_path(tkvi_parser *r, const char *s, size_t n) {
     const size_t left = sizeof r->path - r->path_bytes;
     memcpy(r->path + r->path_bytes, s, n < left ? n : left);
     r->path_bytes += n < left ? n : left;
+    if (n > left)
+        r->path[sizeof r->path - 1] = '?'; /* no key has it, so a path that is too long matches none */
     r->key.at = r->path;
     r->key.n = r->path_bytes;
 }

@@ -267,7 +267,8 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
 static int tkvi_line_between(int first, int last, int mean, int l, int n) {
     const int64_t at = n > 1 ? (int64_t)first * (n - 1 - l) + (int64_t)last * l : (int64_t)first + last;
     const int64_t sum = ((int64_t)first + last) * (n > 1 ? n - 1 : 2);
-    return tkvi_max(1, (int)((double)at / (double)sum * 2.0 * mean + .5));
+    const double n_tokens = (double)at / (double)sum * 2.0 * mean + .5;
+    return n_tokens < 1073741823.0 ? tkvi_max(1, (int)n_tokens) : 1073741823; /* 2^30 - 1: all */
 }
 
 /* In the order of tkv_evict_shape. */
