@@ -23008,6 +23008,11 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     return line;
 }
 
+/* Tokens that layers keep on average, on a line from the first to the last layer; rounded up. */
+static int tkvi_mean_kept(const tkv_evict_config *cfg) {
+    return (int)(((int64_t)cfg->keep_first + cfg->keep_last + 1) / 2);
+}
+
 /* Tokens that layer l of n keeps, on a line from the first to the last layer, if layers keep `mean` on average. */
 static int tkvi_line_between(int first, int last, int mean, int l, int n) {
     const int64_t at = n > 1 ? (int64_t)first * (n - 1 - l) + (int64_t)last * l : (int64_t)first + last;
@@ -24020,8 +24025,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
     if (!cfg->limits.max_states) cfg->limits.max_states = 64;
     tkvi_fill_options(&cfg->format);
-    if (TKVI_HAS_EVICT && cfg->evict.keep_first)
-        cfg->evict.keep_tokens = (int)(((int64_t)cfg->evict.keep_first + cfg->evict.keep_last + 1) / 2);
+    if (TKVI_HAS_EVICT && cfg->evict.keep_first) cfg->evict.keep_tokens = tkvi_mean_kept(&cfg->evict);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)
@@ -30035,7 +30039,7 @@ static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
 
 static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
     const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
-    if (!decodes || list->len <= list->evict_len - m->decoded) return list->len;
+    if (!decodes || !tkvi_counts_now(m, list)) return list->len;
     return tkvi_max(list->len, list->evict_len) + 1; /* + 1: a chunk may end there */
 }
 
@@ -37695,8 +37699,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (p->victims) return tkvi_evict_named(kv, p);
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
     keep = p->keep ? p->keep : kv->tables.cfg.evict.keep_tokens;
-    if (!p->keep && cfg->keep_first > 0 && cfg->keep_last > 0)
-        keep = (int)(((int64_t)cfg->keep_first + cfg->keep_last + 1) / 2);
+    if (!p->keep && cfg->keep_first > 0 && cfg->keep_last > 0) keep = tkvi_mean_kept(cfg);
     if (keep < 1)
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
@@ -43796,8 +43799,8 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
 
 /* >>lists */
 typedef struct tkvi_saved_list {
-    const uint8_t *at, *entries, *meta; /* meta NULL: none */
-    size_t meta_bytes;                  /* of an entry */
+    const uint8_t *entries, *meta; /* meta NULL: none */
+    size_t meta_bytes;             /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks;
     const uint8_t *blocks, *records;
     size_t record_bytes; /* of all records */
@@ -43848,7 +43851,6 @@ static tkv_status tkvi_open_saved_list(tkvi_loader *l, int layer, tkvi_saved_lis
         if (field[i] < 0 || field[i] > TKVI_FOREVER)
             return tkvi_refuse_saved_layer(l, "a number is too large in layer", layer);
     }
-    out->at = s.at;
     out->n = field[0];
     out->sinks = field[1];
     out->archive = field[2];
@@ -43951,8 +43953,7 @@ static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
     return NULL;
 }
 
-/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. Adds up the bytes of records
- * without tables. */
+/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. */
 static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     const tkv_cache *kv = l->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
@@ -44211,19 +44212,16 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list 
             tkvi_block_of(kv, ids[i])->tier = b[3];
             tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tokens;
         } else {
-            tkvi_block *b = tkvi_block_of(kv, ids[first]);
-            const int most = tkvi_max(b->n_shared_slots, tokens);
+            const int had = tkvi_block_of(kv, ids[first])->n_shared_slots;
             tkvi_entry *mine;
-            ids[i] = tkvi_share_entry(&kv->pool, ids[first], b->n_shared_slots);
+            uint32_t next;
+            ids[i] = tkvi_share_entry(&kv->pool, ids[first], had);
             mine = &kv->pool.entry[ids[i]];
-            b = &kv->pool.block[mine->block];
-            b->n_shared_slots = (uint8_t)most;
-            {
-                const uint32_t next = mine->next_holder, block = mine->block;
-                *mine = e;
-                mine->next_holder = next;
-                mine->block = block;
-            }
+            next = mine->next_holder;
+            *mine = e;
+            mine->next_holder = next;
+            mine->block = kv->pool.entry[ids[first]].block;
+            tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tkvi_max(had, tokens);
         }
         list->n = i + 1;
         tkvi_place_meta(l, from, i, ids[i]);
@@ -44238,8 +44236,8 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list 
     list->is_moved = from->is_moved;
 }
 
-/* Copies the records of the blocks, or codes them again. only_again 1: those whose table has no version here, with the
- * table in map->room. Returns 0 if the records have another size. */
+/* table -1: copies the records of all blocks whose table has a version here, or that need none. Else codes the blocks
+ * of this saved table again; map->room holds it. Returns 0 if the records have another size. */
 static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *from,
                               const tkvi_saved_tables *t, const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
@@ -44256,8 +44254,7 @@ static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *
         if (first != i) continue;
         n_blocks++;
         if (again) c = &kv->tables.layout[tkvi_layout_of_saved(kv, layer, saved) + map->room];
-        /* The sizes of records do not depend on the shares of heads, so any version of the layout tells them. */
-        n = tkvi_record_bytes(again ? c : to);
+        n = tkvi_record_bytes(c);
         if (n > from->record_bytes - at || n > l->room_bytes) return 0;
         if (!again && table < 0) {
             uint8_t *slot = tkvi_block_bytes(&kv->pool, b);

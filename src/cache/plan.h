@@ -562,8 +562,7 @@ static void tkvi_fill_defaults(tkv_config *cfg) {
     if (!cfg->limits.max_append) cfg->limits.max_append = 512;
     if (!cfg->limits.max_states) cfg->limits.max_states = 64;
     tkvi_fill_options(&cfg->format);
-    if (TKVI_HAS_EVICT && cfg->evict.keep_first)
-        cfg->evict.keep_tokens = (int)(((int64_t)cfg->evict.keep_first + cfg->evict.keep_last + 1) / 2);
+    if (TKVI_HAS_EVICT && cfg->evict.keep_first) cfg->evict.keep_tokens = tkvi_mean_kept(&cfg->evict);
     if (!cfg->limits.max_tokens) cfg->limits.max_tokens = TKVI_FOREVER;
     if (!cfg->meter.tokens) cfg->meter.tokens = 2048;
 #if !defined(__GNUC__) && !defined(__clang__)

@@ -183,8 +183,8 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
 
 /* >>lists */
 typedef struct tkvi_saved_list {
-    const uint8_t *at, *entries, *meta; /* meta NULL: none */
-    size_t meta_bytes;                  /* of an entry */
+    const uint8_t *entries, *meta; /* meta NULL: none */
+    size_t meta_bytes;             /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks;
     const uint8_t *blocks, *records;
     size_t record_bytes; /* of all records */
@@ -235,7 +235,6 @@ static tkv_status tkvi_open_saved_list(tkvi_loader *l, int layer, tkvi_saved_lis
         if (field[i] < 0 || field[i] > TKVI_FOREVER)
             return tkvi_refuse_saved_layer(l, "a number is too large in layer", layer);
     }
-    out->at = s.at;
     out->n = field[0];
     out->sinks = field[1];
     out->archive = field[2];
@@ -338,8 +337,7 @@ static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
     return NULL;
 }
 
-/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. Adds up the bytes of records
- * without tables. */
+/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. */
 static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     const tkv_cache *kv = l->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
@@ -598,19 +596,16 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list 
             tkvi_block_of(kv, ids[i])->tier = b[3];
             tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tokens;
         } else {
-            tkvi_block *b = tkvi_block_of(kv, ids[first]);
-            const int most = tkvi_max(b->n_shared_slots, tokens);
+            const int had = tkvi_block_of(kv, ids[first])->n_shared_slots;
             tkvi_entry *mine;
-            ids[i] = tkvi_share_entry(&kv->pool, ids[first], b->n_shared_slots);
+            uint32_t next;
+            ids[i] = tkvi_share_entry(&kv->pool, ids[first], had);
             mine = &kv->pool.entry[ids[i]];
-            b = &kv->pool.block[mine->block];
-            b->n_shared_slots = (uint8_t)most;
-            {
-                const uint32_t next = mine->next_holder, block = mine->block;
-                *mine = e;
-                mine->next_holder = next;
-                mine->block = block;
-            }
+            next = mine->next_holder;
+            *mine = e;
+            mine->next_holder = next;
+            mine->block = kv->pool.entry[ids[first]].block;
+            tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tkvi_max(had, tokens);
         }
         list->n = i + 1;
         tkvi_place_meta(l, from, i, ids[i]);
@@ -625,8 +620,8 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list 
     list->is_moved = from->is_moved;
 }
 
-/* Copies the records of the blocks, or codes them again. only_again 1: those whose table has no version here, with the
- * table in map->room. Returns 0 if the records have another size. */
+/* table -1: copies the records of all blocks whose table has a version here, or that need none. Else codes the blocks
+ * of this saved table again; map->room holds it. Returns 0 if the records have another size. */
 static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *from,
                               const tkvi_saved_tables *t, const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
@@ -643,8 +638,7 @@ static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *
         if (first != i) continue;
         n_blocks++;
         if (again) c = &kv->tables.layout[tkvi_layout_of_saved(kv, layer, saved) + map->room];
-        /* The sizes of records do not depend on the shares of heads, so any version of the layout tells them. */
-        n = tkvi_record_bytes(again ? c : to);
+        n = tkvi_record_bytes(c);
         if (n > from->record_bytes - at || n > l->room_bytes) return 0;
         if (!again && table < 0) {
             uint8_t *slot = tkvi_block_bytes(&kv->pool, b);

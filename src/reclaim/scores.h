@@ -56,7 +56,7 @@ static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
 
 static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
     const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
-    if (!decodes || list->len <= list->evict_len - m->decoded) return list->len;
+    if (!decodes || !tkvi_counts_now(m, list)) return list->len;
     return tkvi_max(list->len, list->evict_len) + 1; /* + 1: a chunk may end there */
 }
 

@@ -263,6 +263,11 @@ static tkvi_line tkvi_line_linear(const tkv_evict_budget *b) {
     return line;
 }
 
+/* Tokens that layers keep on average, on a line from the first to the last layer; rounded up. */
+static int tkvi_mean_kept(const tkv_evict_config *cfg) {
+    return (int)(((int64_t)cfg->keep_first + cfg->keep_last + 1) / 2);
+}
+
 /* Tokens that layer l of n keeps, on a line from the first to the last layer, if layers keep `mean` on average. */
 static int tkvi_line_between(int first, int last, int mean, int l, int n) {
     const int64_t at = n > 1 ? (int64_t)first * (n - 1 - l) + (int64_t)last * l : (int64_t)first + last;

@@ -53,8 +53,7 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p) {
     if (p->victims) return tkvi_evict_named(kv, p);
     cfg = p->evict ? p->evict : &kv->tables.cfg.evict;
     keep = p->keep ? p->keep : kv->tables.cfg.evict.keep_tokens;
-    if (!p->keep && cfg->keep_first > 0 && cfg->keep_last > 0)
-        keep = (int)(((int64_t)cfg->keep_first + cfg->keep_last + 1) / 2);
+    if (!p->keep && cfg->keep_first > 0 && cfg->keep_last > 0) keep = tkvi_mean_kept(cfg);
     if (keep < 1)
         return tkvi_fail(kv, TKV_ERR_ARG, "keep is", keep,
                          "; it must be 1 or more, or cfg.evict.keep_tokens");
