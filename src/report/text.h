@@ -437,8 +437,9 @@ static void tkvi_write_floats(const tkvi_row *row, const void *at, tkvi_out *o) 
 
 static int tkvi_read_format(tkvi_span s, tkv_format *out) {
     char name[16];
-    if (s.n >= sizeof name || memchr(s.at, 0, s.n)) return 0;
+    if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
+    if (strlen(name) != s.n) return 0;
     *out = tkvi_find_format(name);
     return *out != TKV_FORMAT_DEFAULT || strcmp(name, "default") == 0;
 }
@@ -578,8 +579,9 @@ static int tkvi_read_preset(tkvi_parser *r, const tkvi_row *row, tkvi_span s, vo
     (void)r;
     (void)row;
     memset(&any, 0, sizeof any);
-    if (s.n >= sizeof name || memchr(s.at, 0, s.n)) return 0;
+    if (s.n >= sizeof name) return 0;
     tkvi_copied(s, name, sizeof name);
+    if (strlen(name) != s.n) return 0;
     return tkv_apply_preset(at ? (tkv_config *)at : &any, name) == TKV_OK;
 }
 
