@@ -1226,6 +1226,7 @@
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_save_info TKV_NAME_(tkv_save_info)
 #define tkv_save_params TKV_NAME_(tkv_save_params)
 #define tkv_scales TKV_NAME_(tkv_scales)
 #define tkv_score_params TKV_NAME_(tkv_score_params)
@@ -2320,6 +2321,12 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  *     tkv_load_params load = {0};
  *     load.seq = 7, load.model = name, load.model_bytes = strlen(name);
  *     st = tkv_seq_load(kv, &load, buffer, bytes, NULL);     // sequence 7 was empty */
+typedef struct tkv_save_info {
+    size_t bytes; /* that this save writes */
+    size_t at; /* where they come in the file. 0: they are the whole file. Else cut it there, and add them */
+    size_t live;                /* bytes of a whole save; beyond twice as many, a journal begins anew */
+    int n_blocks, n_new_blocks; /* blocks of the sequence, all layers together; those that are written */
+} tkv_save_info;
 typedef struct tkv_save_params { /* fill with zeros first */
     int seq;
     const void *model; /* bytes that name the model and its weights; a load must give the same. May be NULL */
@@ -2327,6 +2334,15 @@ typedef struct tkv_save_params { /* fill with zeros first */
     const int *tokens; /* NULL, or [n_tokens] token numbers, which a load gives back */
     int n_tokens;
     int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
+    int length;      /* 0: all tokens; else the first ones, as tkv_seq_fork would take them */
+    /* NULL, or the bytes of a journal: a saved sequence, and what later saves added behind it. Only what changed since
+     * its last whole save is written, to be added at info->at. */
+    const void *former;
+    size_t former_bytes;
+    /* NULL, or memory for the call. In place a cache may have none to spare. An error says how many bytes it takes. */
+    void *scratch;
+    size_t scratch_bytes;
+    tkv_save_info *info; /* (may be NULL) is filled before the first byte is written */
 } tkv_save_params;
 typedef struct tkv_load_params { /* fill with zeros first */
     int seq;                     /* an empty sequence */
@@ -2334,12 +2350,23 @@ typedef struct tkv_load_params { /* fill with zeros first */
     size_t model_bytes;
     int *tokens; /* NULL, or room for the saved token numbers */
     int token_capacity;
+    int recover; /* 1: of a journal whose last save was cut or damaged, loads the whole save before it */
+    /* 1: archived blocks stay in `bytes`, which begin at a multiple of 64 and live until `release`, and are read there.
+     * Each is verified when it is read first. Of exact blocks the file then has the copies for tkv_promote. */
+    int attach;
+    void (*release)(void *user, const void *bytes,
+                    size_t size); /* (may be NULL) no block needs them any more */
+    void *release_user;
+    void *scratch; /* as in tkv_save_params */
+    size_t scratch_bytes;
 } tkv_load_params;
 typedef struct tkv_load_info {
     int n_tokens;       /* of the sequence */
     int n_saved_tokens; /* token numbers in the file */
     int n_tables;       /* tables that the cache did not have, all layers together */
     int n_recoded;      /* blocks coded again with the cache's table, as a layer has at most four */
+    int n_attached;     /* blocks that stay in the file, all layers together */
+    size_t end;         /* of the save in the file; behind it, with `recover`, is what was cut */
 } tkv_load_info;
 typedef int (*tkv_write_bytes)(void *user, const void *bytes,
                                size_t size); /* returns 0, or not 0 after a failure */
@@ -3691,6 +3718,9 @@ extern "C" {
 #define TKVI_HAS_DECODED (TKVI_HAS_KVQUANT || TKVI_HAS_TOKEN_FORMATS || TKVI_HAS_SUBSPACE)
 /* Blocks without a slot in RAM: offloaded or discarded. */
 #define TKVI_HAS_BLOCKS_OUTSIDE_RAM (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
+
+/* Blocks that stay in a saved file. */
+#define TKVI_HAS_ATTACH (TKVI_HAS_OFFLOAD && TKVI_HAS_SAVE)
 
 /* A function for a row of a table; NULL if `has` is 0. */
 #define TKVI_IF(has, function) ((has) ? (function) : NULL)
@@ -25219,6 +25249,23 @@ typedef struct tkvi_token_meta {
     int moved_at;         /* 0, or 1 + the length of the list when the block last changed its tier */
 } tkvi_token_meta;
 
+/* Saved bytes of the caller's, which blocks are read from where they lie (tkv_load_params.attach). */
+typedef struct tkvi_attached {
+    const uint8_t *bytes; /* NULL: this place is free */
+    size_t size;
+    uint32_t n_sources; /* blocks that have it as their source */
+    void (*release)(void *user, const void *bytes, size_t size);
+    void *user;
+} tkvi_attached;
+
+/* Where attached bytes have a block, or the exact copy of a block in RAM. */
+typedef struct tkvi_source_place {
+    uint32_t unit;       /* of 64 bytes: where the record begins */
+    uint16_t file;       /* 1 + its place in tkvi_pool.attached; 0: no source */
+    uint8_t what;        /* tkvi_stored_as */
+    uint8_t is_verified; /* 1: its checksum was right; set by readers (tkvi_read_attached) */
+} tkvi_source_place;
+
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
@@ -25236,12 +25283,15 @@ typedef struct tkvi_pool {
     uint32_t free_entry, free_block;         /* first free numbers */
     uint32_t n_offloaded;                    /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                    /* live blocks that must be recomputed */
-    uint32_t n_late;          /* blocks that wait to be coded for their holders (tkvi_is_late) */
-    uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
-    uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
-    uint32_t *partial_pages;  /* per class: first page of the partial-page list */
-    int64_t *used_slots;      /* per class: slots in use */
-    int64_t *reserved_slots;  /* per class: slots reserved by tkv_seq_reserve, all sequences */
+    uint32_t n_late;           /* blocks that wait to be coded for their holders (tkvi_is_late) */
+    uint16_t first_copy_mark;  /* copy_mark of new entries: the last one of the entries that were freed */
+    uint64_t marks;            /* last mark given out, 47 bits (reclaim/offload.h) */
+    tkvi_source_place *source; /* [source_cap] by block number; NULL: nothing was attached */
+    tkvi_attached *attached;   /* [n_attached] */
+    uint32_t source_cap, n_attached;
+    uint32_t *partial_pages; /* per class: first page of the partial-page list */
+    int64_t *used_slots;     /* per class: slots in use */
+    int64_t *reserved_slots; /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -25321,6 +25371,20 @@ static void tkvi_link_free_blocks(tkvi_pool *pool, uint32_t from) {
     }
 }
 
+/* Makes the table of sources as long as that of blocks. */
+static int tkvi_grow_sources(tkvi_pool *pool, uint32_t cap) {
+    tkvi_source_place *longer;
+    if (cap <= pool->source_cap) return 1;
+    longer = (tkvi_source_place *)tkvi_get(pool->heap, cap * sizeof *longer);
+    if (!longer) return 0;
+    memset(longer, 0, cap * sizeof *longer);
+    if (pool->source) memcpy(longer, pool->source, pool->source_cap * sizeof *longer);
+    tkvi_put(pool->heap, pool->source, pool->source_cap * sizeof *longer);
+    pool->source = longer;
+    pool->source_cap = cap;
+    return 1;
+}
+
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
@@ -25330,6 +25394,7 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     uint8_t *bigger;
     if (n_entries <= old_cap) return 1;
     if (!tkvi_mul(cap, entry, &bytes)) return 0;
+    if (TKVI_HAS_ATTACH && pool->source && !tkvi_grow_sources(pool, cap)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
@@ -25519,20 +25584,15 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
 }
 
 /* >>blocks and entries */
-/* Takes a number and a slot for a new block, which entry `holder` holds alone. There is a free number: no block is
- * without entry, and this entry holds none or shared one. */
-static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
+/* Takes a number for a new block, which entry `holder` holds alone. There is a free number: no block is without entry,
+ * and this entry holds none or shared one. */
+static uint32_t tkvi_new_number(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
     const uint32_t id = pool->free_block;
     tkvi_block *b = &pool->block[id];
     tkvi_entry *e = &pool->entry[holder];
-    uint32_t page;
-    int slot;
     TKVI_ASSERT(id != TKVI_NIL);
     pool->free_block = b->page;
-    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     b->refs = 1;
-    b->page = page;
-    b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;
     b->first_position = first_position;
     b->previous_layout = 0;
@@ -25543,6 +25603,17 @@ static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int fir
     e->block = id;
     e->next_holder = holder;
     e->is_first = 1;
+    return id;
+}
+
+/* Takes a number and a slot for a new block, which entry `holder` holds alone. */
+static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
+    const uint32_t id = tkvi_new_number(pool, holder, layout, first_position);
+    uint32_t page;
+    int slot;
+    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
+    pool->block[id].page = page;
+    pool->block[id].slot = (uint16_t)slot;
 }
 
 static uint32_t tkvi_take_entry(tkvi_pool *pool) {
@@ -25662,15 +25733,35 @@ static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as wh
     if (TKVI_HAS_OFFLOAD && s->erase) s->erase(s->user, tkvi_store_key(id, what));
 }
 
+/* 1 if the block or its exact copy lies in attached bytes. */
+static int tkvi_is_attached(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
+    return TKVI_HAS_ATTACH && pool->source && pool->source[id].file && pool->source[id].what == (uint8_t)what;
+}
+
+/* A block does not need its attached bytes any more. The last one gives them back to the caller. */
+static void tkvi_forget_source(tkvi_pool *pool, uint32_t id) {
+    tkvi_source_place *source = &pool->source[id];
+    tkvi_attached *file = &pool->attached[source->file - 1];
+    const tkvi_attached was = *file;
+    memset(source, 0, sizeof *source);
+    if (--file->n_sources) return;
+    memset(file, 0, sizeof *file);
+    if (was.release) was.release(was.user, was.bytes, was.size);
+}
+
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (TKVI_HAS_OFFLOAD && pool->block[id].copy_layout) tkvi_erase_key(pool, id, TKVI_COPY);
+    if (TKVI_HAS_OFFLOAD && pool->block[id].copy_layout) {
+        if (tkvi_is_attached(pool, id, TKVI_COPY)) tkvi_forget_source(pool, id);
+        else tkvi_erase_key(pool, id, TKVI_COPY);
+    }
     pool->block[id].copy_layout = 0;
 }
 
 /* Erases an offloaded block in the store and updates the counts. Needed when it is in RAM again, or dies. */
 static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
     if (tkvi_is_discarded(&pool->block[id])) pool->n_discarded--;
+    else if (tkvi_is_attached(pool, id, TKVI_ITSELF)) tkvi_forget_source(pool, id);
     else tkvi_erase_key(pool, id, TKVI_ITSELF);
     pool->n_offloaded--;
 }
@@ -26922,12 +27013,16 @@ static int tkvi_has_all_slots(const tkvi_entry *e) {
     return !e->evicted_mask && !e->first_slot && !e->n_packed;
 }
 
-/* Position of the token in a slot of entry `id`. */
+/* Index of the token in a slot of an entry that lists indices. */
+static int tkvi_listed_index(const tkvi_entry *e, const tkvi_token_meta *m, int slot) {
+    return e->has_anchors ? m->index.any[slot] : e->start + m->index.after_start[slot];
+}
+
+/* Index of the token in a slot of entry `id`. */
 static int tkvi_slot_index(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_entry *e = &kv->pool.entry[id];
     if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot - e->first_slot;
-    return e->has_anchors ? kv->pool.token_meta[id].index.any[slot]
-                          : e->start + kv->pool.token_meta[id].index.after_start[slot];
+    return tkvi_listed_index(e, &kv->pool.token_meta[id], slot);
 }
 
 static void tkvi_set_slot_index(tkv_cache *kv, uint32_t id, int slot, int position) {
@@ -27465,6 +27560,8 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     if (TKVI_HAS_METER && kv->meter) kv->meter->seq = TKV_NO_SEQ;
     tkvi_wipe_work_space(kv);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
+    tkvi_put(&kv->heap, kv->pool.source, kv->pool.source_cap * sizeof(tkvi_source_place));
+    tkvi_put(&kv->heap, kv->pool.attached, kv->pool.n_attached * sizeof(tkvi_attached));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,
@@ -30454,9 +30551,34 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     return 1;
 }
 
-/* Reads one side of a head's record of a block outside RAM, or of its exact copy, into `buffer`. *bytes points to
- * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded, and no model gave its rows),
- * TKV_ERR_IO (the store failed), TKV_ERR_DATA (wrong checksum). */
+/* Finds the record of a block, or of its exact copy, in attached bytes. The first reader compares its checksum, which
+ * follows it. Compilers without __atomic builtins compare it each time. Returns NULL if it is damaged. */
+static const uint8_t *tkvi_read_attached(const tkvi_pool *pool, uint32_t number, const tkvi_layout *c) {
+    tkvi_source_place *source = &pool->source[number];
+    const size_t at = (size_t)source->unit * 64, n = c->bytes.total;
+    const uint8_t *record = pool->attached[source->file - 1].bytes + at;
+#if defined(__GNUC__) || defined(__clang__)
+    if (__atomic_load_n(&source->is_verified, __ATOMIC_RELAXED)) return record;
+#endif
+    if (tkvi_xxh64(0, record, n) + (uint64_t)at != tkvi_load64(record + n)) return NULL;
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&source->is_verified, 1, __ATOMIC_RELAXED);
+#endif
+    return record;
+}
+
+/* tkvi_read_piece of a block whose bytes are attached. */
+static tkv_status tkvi_get_attached_side(const tkvi_pool *pool, uint32_t number, const tkvi_layout *c,
+                                         int head, tkv_side side, const uint8_t **bytes) {
+    const uint8_t *record = tkvi_read_attached(pool, number, c);
+    if (!record) return TKV_ERR_DATA;
+    *bytes = record + c->record[head].at + (side == TKV_V ? c->record[head].v_at : 0);
+    return TKV_OK;
+}
+
+/* Reads one side of a head's record of a block outside RAM, or of its exact copy, into `buffer`. *bytes points to it,
+ * or to attached bytes, until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded, and no model gave
+ * its rows), TKV_ERR_IO (the store failed), TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                 int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
@@ -30465,9 +30587,13 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     const tkvi_record *record = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
-    const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     const int is_computed = what == TKVI_ITSELF && tkvi_is_discarded(b);
+    tkvi_piece piece;
+    if (tkvi_is_attached(&kv->pool, kv->pool.entry[id].block, what))
+        return tkvi_get_attached_side(&kv->pool, kv->pool.entry[id].block, &kv->tables.layout[layout], head,
+                                      side, bytes);
     if (is_computed && tkvi_has_no_source(kv, b)) return TKV_ERR_NO_SOURCE;
+    piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
     if (buffer->key == piece.key && buffer->head == head && buffer->part == part &&
         (!is_computed || buffer->id == id))
@@ -30504,7 +30630,7 @@ static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = tkvi_block_of(kv, id);
-    if (store->prefetch) {
+    if (store->prefetch && !tkvi_is_attached(&kv->pool, kv->pool.entry[id].block, TKVI_ITSELF)) {
         const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
         store->prefetch(store->user, tkvi_store_key(kv->pool.entry[id].block, TKVI_ITSELF),
                         record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,
@@ -31896,9 +32022,18 @@ static int tkvi_is_tail_shared(const tkv_cache *kv, const tkvi_list *list, const
     return tkvi_block_of(kv, ids[first])->refs > (uint32_t)(list->n - first);
 }
 
-/* 1 if the last block must be copied before a token is stored there: an entry of another list has its next slot. */
+/* 1 if the last block lies in attached bytes, whole. */
+static int tkvi_is_tail_attached(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const uint32_t number = kv->pool.entry[ids[list->n - 1]].block;
+    return tkvi_is_attached(&kv->pool, number, TKVI_ITSELF) &&
+           tkvi_read_attached(&kv->pool, number, &kv->tables.layout[kv->pool.block[number].layout]);
+}
+
+/* 1 if the last block must be copied before a token is stored there: it lies in attached bytes, or an entry of another
+ * list has its next slot. */
 static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const int last = list->n - 1;
+    if (tkvi_is_tail_attached(kv, list, ids)) return 1;
     return tkvi_is_tail_shared(kv, list, ids) &&
            tkvi_block_of(kv, ids[last])->n_shared_slots != tkvi_block_tokens(kv, list, ids, last);
 }
@@ -31914,10 +32049,10 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
         return 0; /* it is shared, and aged */
     if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
         return 0; /* truncation or removal took the blocks after it */
-    if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
+    if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])) && !tkvi_is_tail_attached(kv, list, ids))
         return 0; /* truncation removed the blocks after it */
-    if (!kv->pool.keep_all && last >= list->sinks && tkvi_must_copy_tail(kv, list, ids) &&
-        list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
+    if (!kv->pool.keep_all && last >= list->sinks && tkvi_is_tail_shared(kv, list, ids) &&
+        tkvi_must_copy_tail(kv, list, ids) && list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
@@ -36045,6 +36180,12 @@ static int tkvi_better_source(const tkvi_block *b) {
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
+/* 1 if the attached bytes of a block that comes into RAM serve as its exact copy from then on. */
+static int tkvi_keeps_source(const tkv_cache *kv, int layer, uint32_t number) {
+    return tkvi_is_attached(&kv->pool, number, TKVI_ITSELF) &&
+           tkvi_is_hot_layout(kv, layer, kv->pool.block[number].layout);
+}
+
 /* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
 static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -36069,12 +36210,18 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         return tkvi_fail(kv, st,
                          st == TKV_ERR_IO
                              ? "cfg.offload.read failed for the block at position"
-                             : "cfg.offload.read returned damaged bytes of the block at position",
+                             : "cfg.offload.read or attached bytes are damaged, in the block at position",
                          position, "; it stays as it is");
     }
     old_page = b->page;
     old_slot = b->slot;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
+    if (what == TKVI_ITSELF && tkvi_keeps_source(kv, layer, number)) {
+        kv->pool.source[number].what = TKVI_COPY;
+        kv->pool.n_offloaded--;
+        b->copy_layout = (uint16_t)(layout + 1);
+    } else if (tkvi_is_offloaded(b)) {
+        tkvi_forget_offloaded(&kv->pool, number);
+    }
     b->page = page;
     b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;
@@ -36472,8 +36619,9 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &n_front);
     need[TKV_TIER_HOT] = blocks - n_front;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_is_tail_shared(kv, list, ids))
-        need[TKV_TIER_HOT]++; /* it is copied if another list appends first */
+    if (tkvi_tail_free_slots(kv, p, list, ids) &&
+        (tkvi_is_tail_shared(kv, list, ids) || tkvi_is_tail_attached(kv, list, ids)))
+        need[TKV_TIER_HOT]++; /* it is copied if another list appends first, or from attached bytes */
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - n_front; i++) {
@@ -36622,13 +36770,27 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
     tkvi_put_token(side, simd_ops, row, slot, dst);
 }
 
-/* Gives an entry a copy of a block that it shares. There must be a slot. */
+/* Gives an entry a copy of a block that it shares, or that lies in attached bytes. There must be a slot. */
 static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
-    const tkvi_block *shared = tkvi_block_of(kv, id);
+    const uint32_t number = kv->pool.entry[id].block;
+    tkvi_block *shared = &kv->pool.block[number];
+    const tkvi_layout *c = &kv->tables.layout[shared->layout];
+    const uint8_t *attached =
+        tkvi_is_attached(&kv->pool, number, TKVI_ITSELF) ? tkvi_read_attached(&kv->pool, number, c) : NULL;
+    if (attached && shared->refs == 1) { /* it is copied before the caller gets its bytes back */
+        uint32_t page;
+        int slot;
+        tkvi_take_slot(&kv->pool, c->size_class, number, &page, &slot);
+        memcpy(tkvi_slot_bytes(&kv->pool, page, slot), attached, c->bytes.total);
+        tkvi_forget_offloaded(&kv->pool, number);
+        shared->page = page;
+        shared->slot = (uint16_t)slot;
+        return;
+    }
     tkvi_leave_block(&kv->pool, id);
     tkvi_new_block(&kv->pool, id, shared->layout, shared->first_position);
-    memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
-           kv->tables.layout[shared->layout].bytes.total);
+    memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)),
+           attached ? attached : tkvi_block_bytes(&kv->pool, shared), c->bytes.total);
 }
 
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
@@ -36735,6 +36897,7 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int slot = list->len - kv->pool.entry[id].start + kv->pool.entry[id].first_slot;
+        if (TKVI_HAS_ATTACH && b->copy_layout) tkvi_forget_copy(&kv->pool, kv->pool.entry[id].block);
         if (b->n_shared_slots <= slot) b->n_shared_slots = (uint8_t)(slot + 1);
         /* The slot may have had a token that truncation removed. */
         kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
@@ -37187,29 +37350,36 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Removes the tokens from index len on, the length of the list, from an entry that has tokens before. In a packed
- * entry last slots are removed; other slots stay and are marked in evicted_mask. One slot always stays, because
- * n_packed 0 means an entry that is not packed. The block keeps its bytes. */
-static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
-    tkvi_entry *e = &kv->pool.entry[id];
+/* Removes the tokens from index len on, the length of the list, from an entry that has tokens before. m: its
+ * token_meta, or NULL. In a packed entry last slots are removed; other slots stay and are marked in evicted_mask. One
+ * slot always stays, because n_packed 0 means an entry that is not packed. The block keeps its bytes. */
+static void tkvi_cut_entry(tkvi_entry *e, tkvi_token_meta *m, int len) {
     const int n = e->first_slot + len - e->start;
     uint64_t kept;
     int t;
     if (e->end_slot >= n) e->end_slot = 0;
-    while (e->n_packed > e->first_slot + 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    while (e->n_packed > e->first_slot + 1 && tkvi_listed_index(e, m, e->n_packed - 1) >= len) e->n_packed--;
     for (t = 0; t < e->n_packed; t++) {
-        if (tkvi_slot_index(kv, id, t) < len) continue;
-        tkvi_set_slot_index(kv, id, t, e->start);
+        if (tkvi_listed_index(e, m, t) < len) continue;
+        if (e->has_anchors) m->index.any[t] = e->start;
+        else m->index.after_start[t] = 0;
         e->evicted_mask |= (uint64_t)1 << t;
-        kv->pool.token_meta[id].anchored_mask &= ~((uint64_t)1 << t);
+        m->anchored_mask &= ~((uint64_t)1 << t);
     }
     kept = tkvi_slots_before(e->n_packed ? e->n_packed : e->end_slot ? e->end_slot : tkvi_min(TKVI_BLOCK, n));
     e->evicted_mask &= kept;
-    tkvi_set_sink_mask(&kv->pool, id, e->sink_mask & kept & ~e->evicted_mask);
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    kv->pool.token_meta[id].anchored_mask &= kept;
-    kv->pool.token_meta[id].pinned_mask &= kept;
-    kv->pool.token_meta[id].temporary_mask &= kept;
+    e->sink_mask &= kept & ~e->evicted_mask;
+    if (!TKVI_HAS_EVICT || !m) return;
+    m->anchored_mask &= kept;
+    m->pinned_mask &= kept;
+    m->temporary_mask &= kept;
+}
+
+static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_entry *e = &kv->pool.entry[id], cut = *e;
+    tkvi_cut_entry(&cut, TKVI_HAS_EVICT && kv->pool.token_meta ? &kv->pool.token_meta[id] : NULL, len);
+    tkvi_set_sink_mask(&kv->pool, id, cut.sink_mask);
+    *e = cut;
 }
 
 /* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
@@ -40366,20 +40536,99 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
         one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
-              !kv->tables.cfg.recompute.compute;
+              !kv->tables.cfg.recompute.compute && !kv->pool.source;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
     return 0;
 }
 
-static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
+/* Checks entry i of a list. */
+static tkv_status tkvi_check_entry(const tkvi_checker *k, int seq, int layer, int i) {
     const tkv_cache *kv = k->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int anchors = tkvi_anchors_of(list);
-    int i, t, slot, last, is_layout_of_front;
+    int t, slot, last, is_layout_of_front;
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
+    tkv_tier tier = tkvi_tier_at(list, i);
+    if ((TKVI_HAS_EVICT && e->has_anchors != (i < anchors)) || (i < anchors && (e->start || !e->n_packed)))
+        return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
+                                  (int64_t)ids[i]);
+    if ((end <= e->start && i >= anchors) ||
+        tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
+        return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
+    if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
+        return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
+    if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
+        (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
+        return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        const int is_live = tkvi_live_mask_in(kv, list, ids, i) >> t & 1;
+        const int64_t position = is_live ? (int64_t)tkvi_slot_index(kv, ids[i], t) + e->shift : 0;
+        if (position < 0 || position >= TKVI_POSITIONS)
+            return tkvi_report_broken(k, "a token has a position that does not exist", position);
+    }
+    for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= anchors; t++) {
+        if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
+        if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
+            return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+        last = tkvi_slot_index(kv, ids[i], t);
+    }
+    if (TKVI_HAS_EVICT && kv->pool.token_meta &&
+        (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
+        return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
+    for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
+        if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
+            (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
+                (unsigned)anchors)
+            return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
+    if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
+        return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
+    if (tkvi_sink_mask(&kv->pool, ids[i]) &&
+        (tkvi_is_discarded(b) || (!tkvi_is_hot_layout(kv, layer, b->layout) &&
+                                  kv->tables.layout[b->layout].key != (int)p->sink_layout)))
+        return tkvi_report_broken(k, "a named sink is not exact, entry", (int64_t)ids[i]);
+    if (i >= list->sinks && p->keeps_sinks && e->start < list->expired &&
+        tkvi_sink_mask(&kv->pool, ids[i]) != tkvi_live_mask_in(kv, list, ids, i))
+        return tkvi_report_broken(k, "a token has expired beside a named sink, entry", (int64_t)ids[i]);
+    if (e->tier != (uint8_t)tier)
+        return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
+    if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
+        return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
+    is_layout_of_front =
+        kv->tables.layout[b->layout].key == (i < anchors ? p->anchor_layout : p->sink_layout);
+    if (i < list->sinks ? !is_layout_of_front
+                        : !is_layout_of_front && /* a copied block of sinks */
+                              !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
+                                                      kv->tables.layout[b->layout].key))
+        return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
+    most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append + (tier == TKV_TIER_WARM ? p->now.warm : 0);
+    most += TKVI_BLOCK; /* entries can end before their block, and short blocks wait for later appends */
+    if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
+    if (tkvi_is_offloaded(b) && (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b) ||
+                                                      tkvi_is_attached(&kv->pool, e->block, TKVI_ITSELF))))
+        return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
+    if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
+        return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
+    if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+        !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
+        !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
+        return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
+    return TKV_OK;
+}
+
+/* Checks the numbers of a list. */
+static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int anchors = tkvi_anchors_of(list);
+    int i;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
@@ -40406,78 +40655,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     i = tkvi_first_to_expire(kv, layer, list, ids);
     if (i < list->n && tkvi_block_start(kv, ids, i) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
-    for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const tkvi_entry *e = &kv->pool.entry[ids[i]];
-        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
-        tkv_tier tier = tkvi_tier_at(list, i);
-        if ((TKVI_HAS_EVICT && e->has_anchors != (i < anchors)) ||
-            (i < anchors && (e->start || !e->n_packed)))
-            return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
-                                      (int64_t)ids[i]);
-        if ((end <= e->start && i >= anchors) ||
-            tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
-            return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
-            return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
-        if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
-            (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
-            return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int is_live = tkvi_live_mask_in(kv, list, ids, i) >> t & 1;
-            const int64_t position = is_live ? (int64_t)tkvi_slot_index(kv, ids[i], t) + e->shift : 0;
-            if (position < 0 || position >= TKVI_POSITIONS)
-                return tkvi_report_broken(k, "a token has a position that does not exist", position);
-        }
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= anchors; t++) {
-            if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
-            if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
-                return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
-            last = tkvi_slot_index(kv, ids[i], t);
-        }
-        if (TKVI_HAS_EVICT && kv->pool.token_meta &&
-            (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
-            return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
-        for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
-            if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
-                (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
-                    (unsigned)anchors)
-                return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
-        if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
-            return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
-        if (tkvi_sink_mask(&kv->pool, ids[i]) &&
-            (tkvi_is_discarded(b) || (!tkvi_is_hot_layout(kv, layer, b->layout) &&
-                                      kv->tables.layout[b->layout].key != (int)p->sink_layout)))
-            return tkvi_report_broken(k, "a named sink is not exact, entry", (int64_t)ids[i]);
-        if (i >= list->sinks && p->keeps_sinks && e->start < list->expired &&
-            tkvi_sink_mask(&kv->pool, ids[i]) != tkvi_live_mask_in(kv, list, ids, i))
-            return tkvi_report_broken(k, "a token has expired beside a named sink, entry", (int64_t)ids[i]);
-        if (e->tier != (uint8_t)tier)
-            return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
-        if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
-            return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
-        is_layout_of_front =
-            kv->tables.layout[b->layout].key == (i < anchors ? p->anchor_layout : p->sink_layout);
-        if (i < list->sinks ? !is_layout_of_front
-                            : !is_layout_of_front && /* a copied block of sinks */
-                                  !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
-                                                          kv->tables.layout[b->layout].key))
-            return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
-               (tier == TKV_TIER_WARM ? p->now.warm : 0);
-        most += TKVI_BLOCK; /* entries can end before their block, and short blocks wait for later appends */
-        if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
-        if (tkvi_is_offloaded(b) &&
-            (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
-            return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
-        if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
-            return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
-        if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
-            !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
-            return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
-    }
     return TKV_OK;
+}
+
+static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(k->kv, seq, layer);
+    tkv_status st = tkvi_check_counts(k, seq, layer);
+    int i;
+    for (i = 0; i < list->n && !st; i++) st = tkvi_check_entry(k, seq, layer, i);
+    return st;
 }
 
 /* Checks a page against the blocks that its slots name. */
@@ -40765,6 +40951,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     held = kv->sizes.total + tkvi_learning_bytes(kv) + tkvi_held_state_bytes(kv) +
            kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
+           kv->pool.source_cap * sizeof(tkvi_source_place) + kv->pool.n_attached * sizeof(tkvi_attached) +
            kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
@@ -43132,27 +43319,38 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
  * persist/saved.h - the bytes of a saved sequence. All numbers are little-endian. Sections begin at multiples of 64,
  * and the bytes between them are zero. So blocks lie in a file as they lie in a cache.
  *
- *     | head | model | tokens | tables, by layer | lists, by layer | blocks, by layer | states | index | end |
+ *     | head | model | tokens | tables, by layer | records, by layer | lists, by layer | states | index | end |
  *
- *   head     "TKVS" | u32 version | u64 bytes of all | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores | zeros to 64
+ * A journal is a saved sequence with later saves behind it, of the same form. Sections of a later save that have not
+ * changed are not written again: its index names those of former saves. So do its lists with records.
+ *
+ *     | first save | what the second one changed | ... | what the last one changed |
+ *
+ *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
+ *            u32 flags: 1 token_meta, 2 scores | u32 tokens of the caller's | zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *            u64 RoPE
- *   tokens   i32 of the caller's each
+ *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
  *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
+ *   record   bytes of a block, all heads, zeros to the size of its slot
+ *            u64 XXH64 of them, plus their place in the file | zeros to 64
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
- *            u32 is_moved | u32 blocks | 2 u32 0 | entries [n] | token_meta [n], if a flag says so
- *   entry    u32 first entry with its block | i32 start | u64 evicted_mask | u64 sink_mask | i32 shift | i32 turned
- *            i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | 3 zeros
+ *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
+ *            runs of entries | runs of blocks | token_meta [n], if a flag says so
+ *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
+ *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
+ *            u64 evicted_mask | u64 sink_mask
+ *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
+ *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
+ *            2 zeros | i32 first position | u32 repeat | u64 record of the first
+ *            `repeat` blocks, `step` positions apart, whose records follow each other
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
- *   block    u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | 3 zeros
- *            i32 first position; these of all blocks, zeros to 64, then the records of all
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64
- *   end      u64 offset of the index | u32 sections | u32 version | u64 XXH64 of the index and these 16 bytes
- *            "TKVSEND", a zero
+ *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
+ *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
+ *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
  *
  * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
  */
@@ -43163,13 +43361,14 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 #define TKVI_SAVED_VERSION 1
 #define TKVI_SAVED_HEAD 64
 #define TKVI_SAVED_LIST 48
-#define TKVI_SAVED_ENTRY 40
+#define TKVI_SAVED_ENTRIES 48
+#define TKVI_SAVED_BLOCKS 24
 #define TKVI_SAVED_META 168
 #define TKVI_SAVED_SCORES (4 * TKVI_BLOCK)
-#define TKVI_SAVED_BLOCK 12
 #define TKVI_SAVED_STATE 16
 #define TKVI_SAVED_SECTION 32
-#define TKVI_SAVED_END 32
+#define TKVI_SAVED_END 40
+#define TKVI_SAVED_TOKENS_AT_ONCE 4096
 #define TKVI_NO_VERSION 255
 
 enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2 };
@@ -43179,19 +43378,37 @@ typedef enum tkvi_saved_kind {
     TKVI_SAVED_MODEL,
     TKVI_SAVED_TOKENS,
     TKVI_SAVED_TABLES,
+    TKVI_SAVED_RECORDS,
     TKVI_SAVED_LISTS,
-    TKVI_SAVED_BLOCKS,
     TKVI_SAVED_STATES,
     TKVI_SAVED_KINDS
 } tkvi_saved_kind;
 
 /* 1 if sections of this kind exist once for each layer with blocks of its own. */
-static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_BLOCKS; }
+static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_LISTS; }
 
-/* Bytes of the record of a block: all heads, without the unused end of its slot. */
-static size_t tkvi_record_bytes(const tkvi_layout *c) {
+static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
+
+/* End of the bytes of a block in its slot. Where heads share bytes by a table, it must be known. */
+static size_t tkvi_record_end(const tkvi_layout *c) {
     const tkvi_record *last = &c->record[c->n_kv_heads - 1];
     return last->at + last->k.bytes + last->v.bytes;
+}
+
+/* Bytes of a saved record, its checksum and the zeros behind it. */
+static size_t tkvi_saved_record_bytes(const tkvi_layout *c) {
+    const size_t n = c->bytes.total + 8;
+    return n + tkvi_gap_to(n, 64);
+}
+
+static int tkvi_saved_int(const uint8_t *at) {
+    const uint32_t x = tkvi_load32(at);
+    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
+}
+
+static int tkvi_are_zeros(const uint8_t *p, size_t n) {
+    while (n && !*p) p++, n--;
+    return n == 0;
 }
 
 /* Hash of what rotates the keys of a layer. 0: nothing is known of it. */
@@ -43212,6 +43429,342 @@ static uint64_t tkvi_rope_hash(const tkvi_rope *rope) {
     return tkvi_xxh64_end(&sum);
 }
 
+/* >>frame */
+/* A save whose index was verified. */
+typedef struct tkvi_saved_file {
+    const uint8_t *bytes, *index;
+    size_t start, end; /* of this save; start is 0 unless others lie before it */
+    uint32_t n_sections;
+} tkvi_saved_file;
+
+typedef struct tkvi_section {
+    const uint8_t *at;
+    size_t n;
+} tkvi_section;
+
+static const uint8_t *tkvi_saved_index_entry(const tkvi_saved_file *f, uint32_t i) {
+    return f->index + (size_t)i * TKVI_SAVED_SECTION;
+}
+
+/* Opens the save that ends at `size`. Returns NULL, or what is wrong. */
+static const char *tkvi_open_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
+    const uint8_t *end = bytes + size - TKVI_SAVED_END;
+    uint64_t index_at, start;
+    uint32_t n;
+    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(bytes, "TKVS", 4) != 0)
+        return "these bytes are no saved sequence";
+    if (tkvi_load32(bytes + 4) != TKVI_SAVED_VERSION)
+        return "the sequence was saved by a newer version of this library";
+    index_at = tkvi_load64(end);
+    start = tkvi_load64(end + 8);
+    n = tkvi_load32(end + 16);
+    if (memcmp(end + 32, "TKVSEND", 8) != 0 || size % 64 || start % 64 || start > size || index_at < start ||
+        index_at > size - TKVI_SAVED_END ||
+        size - TKVI_SAVED_END - (size_t)index_at != (uint64_t)n * TKVI_SAVED_SECTION)
+        return "the saved sequence was cut, or is longer than it should be";
+    f->bytes = bytes;
+    f->index = bytes + (size_t)index_at;
+    f->start = (size_t)start;
+    f->end = size;
+    f->n_sections = n;
+    if (tkvi_xxh64(0, f->index, size - (size_t)index_at - 16) != tkvi_load64(end + 24) ||
+        tkvi_load32(end + 20) != TKVI_SAVED_VERSION)
+        return "the saved sequence was damaged: the checksum of its index is wrong";
+    return NULL;
+}
+
+/* Opens the last whole save that ends at `size` or before. Returns NULL, or what is wrong with all of them. */
+static const char *tkvi_open_last_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
+    const char *fault = tkvi_open_save(f, bytes, size);
+    for (size -= size % 64; fault && size >= 64; size -= 64)
+        if (memcmp(bytes + size - 8, "TKVSEND", 8) == 0) fault = tkvi_open_save(f, bytes, size);
+    return fault;
+}
+
+/* Checks the sections of a save: those that it wrote lie one behind the other, the others before it. All have right
+ * checksums but the records, which have their own. Returns NULL, or what is wrong. */
+static const char *tkvi_find_section_fault(const tkvi_saved_file *f) {
+    const size_t index_at = (size_t)(f->index - f->bytes);
+    uint64_t before = 0;
+    size_t at = f->start;
+    uint32_t i;
+    for (i = 0; i < f->n_sections; i++) {
+        const uint8_t *e = tkvi_saved_index_entry(f, i);
+        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8),
+                       n = tkvi_load64(e + 16);
+        const size_t gap = tkvi_gap_to(at, 64);
+        const int is_new = from >= f->start;
+        int fits = tkvi_load32(e) < TKVI_SAVED_KINDS && (i == 0 || name > before);
+        if (is_new)
+            fits = fits && gap <= index_at - at && from == at + gap && n <= index_at - at - gap &&
+                   tkvi_are_zeros(f->bytes + at, gap);
+        else fits = fits && from % 64 == 0 && n <= f->start - from && tkvi_load32(e) != TKVI_SAVED_RECORDS;
+        if (!fits) return "the saved sequence has a section where none can be";
+        before = name;
+        if (tkvi_load32(e) == TKVI_SAVED_RECORDS
+                ? tkvi_load64(e + 24) != 0
+                : tkvi_xxh64(0, f->bytes + (size_t)from, (size_t)n) != tkvi_load64(e + 24))
+            return "the saved sequence was damaged: the checksum of a section is wrong";
+        if (is_new) at += gap + (size_t)n;
+    }
+    if (index_at - at >= 64 || !tkvi_are_zeros(f->bytes + at, index_at - at))
+        return "the saved sequence has bytes in no section";
+    return NULL;
+}
+
+/* The section of a kind and layer; at NULL: there is none. *sum: its checksum; may be NULL. */
+static tkvi_section tkvi_find_section(const tkvi_saved_file *f, int kind, int layer, uint64_t *sum) {
+    const uint64_t name = (uint64_t)(uint32_t)kind << 32 | (uint32_t)layer;
+    uint32_t low = 0, high = f->n_sections;
+    tkvi_section found = {NULL, 0};
+    while (low < high) {
+        const uint32_t mid = low + (high - low) / 2;
+        const uint8_t *e = tkvi_saved_index_entry(f, mid);
+        const uint64_t at = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8);
+        if (at == name) {
+            if (from > f->end || tkvi_load64(e + 16) > f->end - from) return found;
+            found.at = f->bytes + (size_t)from;
+            found.n = (size_t)tkvi_load64(e + 16);
+            if (sum) *sum = tkvi_load64(e + 24);
+            return found;
+        }
+        if (at < name) low = mid + 1;
+        else high = mid;
+    }
+    return found;
+}
+
+/* >>lists */
+/* The list of a layer, with runs of entries and runs of blocks. */
+typedef struct tkvi_saved_list {
+    const uint8_t *entries, *blocks, *meta; /* meta NULL: none */
+    size_t meta_bytes;                      /* of an entry */
+    int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
+        n_block_runs;
+    int run; /* of the entry that was read last */
+} tkvi_saved_list;
+
+static const uint8_t *tkvi_saved_entries(const tkvi_saved_list *list, int run) {
+    return list->entries + (size_t)run * TKVI_SAVED_ENTRIES;
+}
+
+static const uint8_t *tkvi_saved_blocks(const tkvi_saved_list *list, int run) {
+    return list->blocks + (size_t)run * TKVI_SAVED_BLOCKS;
+}
+
+static int tkvi_saved_repeat(const uint8_t *run_of_blocks) { return tkvi_saved_int(run_of_blocks + 12); }
+
+/* Reads a section of a list. flags: of the head. Returns NULL, or what is wrong. */
+static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_list *out) {
+    int field[12], i, at;
+    size_t bytes;
+    int64_t n;
+    memset(out, 0, sizeof *out);
+    if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
+    for (i = 0; i < 12; i++) {
+        field[i] = tkvi_saved_int(s.at + 4 * i);
+        if (field[i] < 0 || field[i] > TKVI_FOREVER) return "a number is too large in layer";
+    }
+    out->n = field[0];
+    out->sinks = field[1];
+    out->archive = field[2];
+    out->warm = field[3];
+    out->anchors = field[4];
+    out->len = field[5];
+    out->expired = field[6];
+    out->chunk_start = field[7];
+    out->is_moved = field[8];
+    out->n_blocks = field[9];
+    out->n_entry_runs = field[10];
+    out->n_block_runs = field[11];
+    bytes = s.n - TKVI_SAVED_LIST;
+    if (bytes / TKVI_SAVED_ENTRIES < (size_t)out->n_entry_runs)
+        return "the list has another size than its entries, layer";
+    bytes -= (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
+    if (bytes / TKVI_SAVED_BLOCKS < (size_t)out->n_block_runs)
+        return "the list has another size than its blocks, layer";
+    bytes -= (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS;
+    if (flags & TKVI_SAVED_HAS_META)
+        out->meta_bytes = TKVI_SAVED_META + (flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
+    if (out->meta_bytes ? bytes % out->meta_bytes || bytes / out->meta_bytes != (size_t)out->n : bytes != 0)
+        return "the list has another size than its entries, layer";
+    out->entries = s.at + TKVI_SAVED_LIST;
+    out->blocks = out->entries + (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
+    out->meta = out->meta_bytes ? out->blocks + (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS : NULL;
+    for (i = 0, n = 0; i < out->n_entry_runs; i++) {
+        at = tkvi_saved_int(tkvi_saved_entries(out, i) + 12);
+        if (tkvi_saved_int(tkvi_saved_entries(out, i)) != n || at < 1 || (n += at) > out->n)
+            return "entries are miscounted in layer";
+    }
+    if (n != out->n) return "entries are miscounted in layer";
+    for (i = 0, n = 0; i < out->n_block_runs; i++) {
+        at = tkvi_saved_repeat(tkvi_saved_blocks(out, i));
+        if (at < 1 || (n += at) > out->n_blocks) return "blocks are miscounted in layer";
+    }
+    return n == out->n_blocks && n <= out->n ? NULL : "blocks are miscounted in layer";
+}
+
+/* The run of entry i. */
+static const uint8_t *tkvi_run_of_entry(tkvi_saved_list *list, int i) {
+    int low = 0, high = list->n_entry_runs;
+    const uint8_t *at = tkvi_saved_entries(list, list->run);
+    if (i >= tkvi_saved_int(at)) low = list->run;
+    if (i >= tkvi_saved_int(at) && i - tkvi_saved_int(at) < tkvi_saved_int(at + 12)) return at;
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        if (tkvi_saved_int(tkvi_saved_entries(list, mid)) <= i) low = mid;
+        else high = mid;
+    }
+    list->run = low;
+    return tkvi_saved_entries(list, low);
+}
+
+/* Start of entry i, in 64 bits: it was not checked yet. */
+static int64_t tkvi_saved_start(tkvi_saved_list *list, int i) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    return (int64_t)tkvi_saved_int(at + 8) + (int64_t)at[29] * (i - tkvi_saved_int(at));
+}
+
+/* Reads an entry. *first: the first entry with its block. */
+static tkvi_entry tkvi_read_entry(tkvi_saved_list *list, int i, int *first) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    const int behind = i - tkvi_saved_int(at);
+    const int64_t start = tkvi_saved_start(list, i);
+    tkvi_entry e;
+    memset(&e, 0, sizeof e);
+    *first =
+        (int)((int64_t)tkvi_saved_int(at + 4) + behind > TKVI_FOREVER ? -1 : tkvi_saved_int(at + 4) + behind);
+    e.start = start < 0 || start > TKVI_FOREVER ? -1 : (int)start;
+    e.shift = tkvi_saved_int(at + 16);
+    e.turned = tkvi_saved_int(at + 20);
+    e.n_packed = (int8_t)(at[24] & 127);
+    e.first_slot = at[25];
+    e.end_slot = at[26];
+    e.tier = at[27];
+    e.has_anchors = at[28];
+    e.evicted_mask = tkvi_load64(at + 32);
+    e.sink_mask = tkvi_load64(at + 40);
+    e.in_use = 1;
+    return e;
+}
+
+/* Slots in use of a saved entry, as tkvi_block_tokens. */
+static int64_t tkvi_saved_tokens(tkvi_saved_list *list, int i, const tkvi_entry *e) {
+    const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len;
+    if (e->n_packed) return e->n_packed;
+    return e->end_slot ? e->end_slot : e->first_slot + end - e->start;
+}
+
+/* Reads the blocks of a list one by one. */
+typedef struct tkvi_block_cursor {
+    const uint8_t *run; /* of the block; NULL: none was read */
+    int runs, within;   /* runs that were begun; number of the block in its run */
+} tkvi_block_cursor;
+
+/* Goes to the next block. There is one. */
+static void tkvi_next_saved_block(const tkvi_saved_list *list, tkvi_block_cursor *c) {
+    if (c->run && ++c->within < tkvi_saved_repeat(c->run)) return;
+    c->run = tkvi_saved_blocks(list, c->runs++);
+    c->within = 0;
+}
+
+static int tkvi_saved_first_position(const tkvi_block_cursor *c) {
+    return tkvi_saved_int(c->run + 8) + c->within * c->run[5];
+}
+
+/* Where the record of a block begins. layout: of the block. */
+static uint64_t tkvi_saved_record_at(const tkvi_block_cursor *c, const tkvi_layout *layout) {
+    return tkvi_load64(c->run + 16) + (uint64_t)c->within * tkvi_saved_record_bytes(layout);
+}
+
+/* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. */
+static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    int i, tier;
+    if (run[4] != TKVI_NO_VERSION) {
+        for (i = 0; i < kv->tables.n_levels; i++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
+                if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)run[0] &&
+                    c->pair.v == (tkv_format)run[1] && c->tokens == run[2])
+                    return specs[i].layout[tier];
+            }
+        return -1;
+    }
+    for (i = 0; i < kv->tables.n_keys; i++) {
+        const tkvi_layout *c = &kv->tables.layout[i];
+        const tkvi_side *k = &c->record[0].k;
+        if (c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] && c->tokens == run[2] &&
+            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
+            c->record[0].v.dim == p->geometry.v_head_dim &&
+            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
+            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
+            return i;
+    }
+    return -1;
+}
+
+#endif /* TKVI_PERSIST_SAVED_H */
+/* ======== persist/save.h ======== */
+/*
+ * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence, or what changed since a former save
+ * (persist/saved.h).
+ *
+ * Each section has a function that emits its bytes. It runs twice. At first its bytes are counted. Behind a former save
+ * they are hashed too, and a section that the former one has is not written again. Then they are written and hashed.
+ */
+#ifndef TKVI_PERSIST_SAVE_H
+#define TKVI_PERSIST_SAVE_H
+
+
+typedef enum tkvi_emit_mode { TKVI_COUNTS, TKVI_HASHES, TKVI_WRITES } tkvi_emit_mode;
+
+typedef struct tkvi_saver {
+    tkv_cache *kv;
+    const tkv_save_params *p;
+    tkvi_emit_mode mode;
+    int kind;     /* of the section */
+    size_t n;     /* bytes of the section so far */
+    size_t at;    /* where the next byte comes in the file */
+    size_t end;   /* of this save */
+    size_t whole; /* bytes of a save without former ones */
+    uint8_t *buf; /* of the byte at `start`; NULL: `write` takes the bytes */
+    size_t start; /* where this save begins in the file */
+    tkv_write_bytes write;
+    void *user;
+    tkvi_saved_file former; /* bytes NULL: this save is whole */
+    uint8_t *room;          /* for a saved table, or for a block */
+    uint8_t *index;         /* the index to come; NULL: sizes are counted only */
+    uint8_t *record_at; /* [blocks of all layers] u64 where their records are; NULL: one behind the other */
+    uint32_t n_sections;
+    tkvi_xxh64_sum sum; /* of the section, unless it is of records */
+    tkv_save_info info;
+    tkv_status st;
+    /* the layer of the section */
+    tkvi_list list;
+    uint32_t *ids;
+    size_t first_block;  /* of the layer, among those of all layers */
+    size_t records_from; /* where its first record is */
+} tkvi_saver;
+
+static void tkvi_emit(tkvi_saver *s, const void *bytes, size_t n) {
+    s->n += n;
+    if (s->mode != TKVI_COUNTS) tkvi_xxh64_add(&s->sum, (const uint8_t *)bytes, n);
+    if (s->mode != TKVI_WRITES || s->st || !n) return;
+    if (s->buf) memcpy(s->buf + (s->at - s->start), bytes, n);
+    else if (s->write(s->user, bytes, n))
+        s->st = tkvi_fail(s->kv, TKV_ERR_IO, "the write callback failed", 0, NULL);
+    s->at += n;
+}
+
+static void tkvi_emit_zeros(tkvi_saver *s, size_t n) {
+    static const uint8_t zeros[64] = {0};
+    TKVI_ASSERT(n <= sizeof zeros);
+    tkvi_emit(s, zeros, n);
+}
+
+/* >>what is saved of a layer */
 /* Index in a list of the first entry that holds the block of entry i. */
 static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     uint32_t other = kv->pool.entry[ids[i]].next_holder;
@@ -43223,52 +43776,98 @@ static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, con
     return first;
 }
 
-#endif /* TKVI_PERSIST_SAVED_H */
-/* ======== persist/save.h ======== */
-/*
- * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence (persist/saved.h).
- *
- * Each section has a function that emits its bytes. It runs three times: its bytes are counted, written, and hashed for
- * the index. Nothing is stored meanwhile but a table of one layer.
- */
-#ifndef TKVI_PERSIST_SAVE_H
-#define TKVI_PERSIST_SAVE_H
-
-
-typedef enum tkvi_emit_mode { TKVI_COUNTS, TKVI_WRITES, TKVI_HASHES } tkvi_emit_mode;
-
-typedef struct tkvi_saver {
-    tkv_cache *kv;
-    const tkv_save_params *p;
-    tkvi_emit_mode mode;
-    size_t n;       /* bytes of the section so far */
-    size_t written; /* bytes of all so far */
-    size_t total;   /* of all */
-    uint8_t *buf;   /* NULL: `write` takes the bytes */
-    tkv_write_bytes write;
-    void *user;
-    uint8_t *table;            /* room for a saved table; NULL: no layer has one */
-    tkvi_xxh64_sum sum, index; /* of the section; of the index */
-    tkv_status st;
-} tkvi_saver;
-
-static void tkvi_emit(tkvi_saver *s, const void *bytes, size_t n) {
-    s->n += n;
-    if (s->mode == TKVI_HASHES) tkvi_xxh64_add(&s->sum, (const uint8_t *)bytes, n);
-    if (s->mode != TKVI_WRITES || s->st || !n) return;
-    if (s->buf) memcpy(s->buf + s->written, bytes, n);
-    else if (s->write(s->user, bytes, n))
-        s->st = tkvi_fail(s->kv, TKV_ERR_IO, "the write callback failed", 0, NULL);
-    s->written += n;
+static int tkvi_is_first_with_block(const tkvi_saver *s, int i) {
+    return s->kv->pool.block[s->kv->pool.entry[s->ids[i]].block].refs == 1 ||
+           tkvi_first_with_block(s->kv, &s->list, s->ids, i) == i;
 }
 
-static void tkvi_emit_zeros(tkvi_saver *s, size_t n) {
-    static const uint8_t zeros[64] = {0};
-    TKVI_ASSERT(n <= sizeof zeros);
-    tkvi_emit(s, zeros, n);
+/* Looks at the list of a layer, or at the part of it with the first tokens. */
+static void tkvi_view_layer(tkvi_saver *s, int layer) {
+    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
+    s->list = *list;
+    s->ids = tkvi_ids(s->kv, s->p->seq, layer);
+    if (!s->p->length || s->p->length >= list->len) return;
+    tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, s->p->seq, layer, s->p->length), list->n);
+    s->list.len = s->p->length;
+    s->list.expired = tkvi_min(list->expired, s->p->length);
+    s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
 }
 
-static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
+/* Entry i as it is saved. *m: its token_meta, if the cache has any. */
+static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m) {
+    const tkvi_pool *pool = &s->kv->pool;
+    tkvi_entry e = pool->entry[s->ids[i]];
+    const int has_meta = TKVI_HAS_EVICT && pool->token_meta;
+    if (has_meta) *m = pool->token_meta[s->ids[i]];
+    else memset(m, 0, sizeof *m);
+    if (s->p->length && (i == s->list.n - 1 || i < tkvi_anchors_of(&s->list)))
+        tkvi_cut_entry(&e, has_meta ? m : NULL, s->list.len);
+    return e;
+}
+
+/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. */
+static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
+    const tkvi_pool *pool = &s->kv->pool;
+    const uint32_t number = pool->entry[s->ids[i]].block;
+    uint64_t slots = 0;
+    for (; i < s->list.n; i++) {
+        const tkvi_entry *e = &pool->entry[s->ids[i]];
+        if (e->block != number) continue;
+        slots |= tkvi_slots_before(tkvi_min(TKVI_BLOCK, tkvi_block_tokens(s->kv, &s->list, s->ids, i))) &
+                 ~(uint64_t)0 << e->first_slot;
+        if (pool->block[number].refs == 1) break;
+    }
+    return slots;
+}
+
+/* Puts zeros into the slots of an exact block that have no token of this list: what they hold is not its. */
+static const uint8_t *tkvi_clear_other_slots(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record,
+                                             int i) {
+    const uint64_t others = tkvi_slots_before(c->tokens) & ~tkvi_saved_slots(s, i);
+    int t, h;
+    if (!others || !tkvi_is_exact(c->record[0].k.format) || !tkvi_is_exact(c->record[0].v.format))
+        return record;
+    memcpy(s->room, record, tkvi_record_end(c));
+    for (t = 0; t < c->tokens; t++)
+        for (h = 0; h < c->n_kv_heads && others >> t & 1; h++) {
+            const tkvi_record *r = &c->record[h];
+            tkvi_put_token(&r->k, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at);
+            if (!tkvi_is_view(&r->v))
+                tkvi_put_token(&r->v, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at + r->v_at);
+        }
+    return s->room;
+}
+
+/* The record of the block of entry i, which lies in RAM, in attached bytes or in the store. NULL after an error. */
+static const uint8_t *tkvi_get_record(tkvi_saver *s, int layer, int i) {
+    const tkv_cache *kv = s->kv;
+    const uint32_t number = kv->pool.entry[s->ids[i]].block;
+    const tkvi_block *b = &kv->pool.block[number];
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    if (s->st) return NULL;
+    if (!tkvi_is_offloaded(b)) return tkvi_clear_other_slots(s, c, tkvi_block_bytes(&kv->pool, b), i);
+    if (tkvi_is_attached(&kv->pool, number, TKVI_ITSELF)) {
+        const uint8_t *record = tkvi_read_attached(&kv->pool, number, c);
+        if (record) return record;
+        s->st = tkvi_fail(s->kv, TKV_ERR_DATA, "attached bytes are damaged in a block of layer", layer, "");
+        return NULL;
+    }
+    s->st = tkvi_fetch_block(kv, s->ids[i], TKVI_ITSELF, b->layout, s->room);
+    if (!s->st) return tkvi_clear_other_slots(s, c, s->room, i);
+    s->st = tkvi_fail(s->kv, s->st, "the store gave no block of layer", layer, "");
+    return NULL;
+}
+
+/* Emits a record, with zeros in the unused end of its slot. Returns the XXH64 of these bytes. */
+static uint64_t tkvi_emit_record(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record) {
+    const size_t end = tkvi_record_end(c);
+    size_t left = c->bytes.total - end;
+    memset(&s->sum, 0, sizeof s->sum);
+    tkvi_emit(s, record, end);
+    for (; left > 64; left -= 64) tkvi_emit_zeros(s, 64);
+    tkvi_emit_zeros(s, left);
+    return tkvi_xxh64_end(&s->sum);
+}
 
 /* >>sections */
 static int tkvi_saved_flags(const tkvi_saver *s) {
@@ -43278,14 +43877,16 @@ static int tkvi_saved_flags(const tkvi_saver *s) {
 
 static void tkvi_emit_head(tkvi_saver *s, int layer) {
     uint8_t head[TKVI_SAVED_HEAD] = {0};
+    const int len = tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS);
     (void)layer;
     memcpy(head, "TKVS", 4);
     tkvi_store32(head + 4, TKVI_SAVED_VERSION);
-    tkvi_store64(head + 8, (uint64_t)s->total);
+    tkvi_store64(head + 8, (uint64_t)s->end);
     tkvi_store64(head + 16, tkvi_xxh64(0, (const uint8_t *)s->p->model, s->p->model_bytes));
     tkvi_store32(head + 24, (uint32_t)s->kv->tables.cfg.model.n_layers);
-    tkvi_store32(head + 28, (uint32_t)tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS));
+    tkvi_store32(head + 28, (uint32_t)(s->p->length ? tkvi_min(s->p->length, len) : len));
     tkvi_store32(head + 32, (uint32_t)tkvi_saved_flags(s));
+    tkvi_store32(head + 36, (uint32_t)s->p->n_tokens);
     tkvi_emit(s, head, sizeof head);
 }
 
@@ -43309,26 +43910,26 @@ static void tkvi_emit_model(tkvi_saver *s, int layer) {
     }
 }
 
-static void tkvi_emit_tokens(tkvi_saver *s, int layer) {
+static void tkvi_emit_tokens(tkvi_saver *s, int section) {
+    const int first = section * TKVI_SAVED_TOKENS_AT_ONCE,
+              end = tkvi_min(s->p->n_tokens - first, TKVI_SAVED_TOKENS_AT_ONCE) + first;
     uint8_t at[64];
     int i, k, n;
-    (void)layer;
-    for (i = 0; i < s->p->n_tokens; i += n) {
-        n = tkvi_min(16, s->p->n_tokens - i);
+    for (i = first; i < end; i += n) {
+        n = tkvi_min(16, end - i);
         for (k = 0; k < n; k++) tkvi_store32(at + 4 * k, (uint32_t)s->p->tokens[i + k]);
         tkvi_emit(s, at, (size_t)(4 * n));
     }
 }
 
 /* Mask of the versions of a layer's table that its saved blocks have, and the current one. */
-static unsigned tkvi_versions_to_save(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+static unsigned tkvi_versions_to_save(const tkvi_saver *s, int layer) {
+    const tkv_cache *kv = s->kv;
     unsigned mask = 0;
     int i;
     if (tkvi_has_table(kv, layer)) mask = 1u << kv->tables.current_version[layer];
-    for (i = 0; i < list->n; i++) {
-        const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+    for (i = 0; i < s->list.n; i++) {
+        const int version = tkvi_version_of(kv, tkvi_block_of(kv, s->ids[i])->layout);
         if (version >= 0) mask |= 1u << version;
     }
     return mask;
@@ -43336,7 +43937,7 @@ static unsigned tkvi_versions_to_save(const tkv_cache *kv, int seq, int layer) {
 
 static void tkvi_emit_tables(tkvi_saver *s, int layer) {
     const tkv_cache *kv = s->kv;
-    const unsigned mask = tkvi_versions_to_save(kv, s->p->seq, layer);
+    const unsigned mask = tkvi_versions_to_save(s, layer);
     const int parts = tkvi_table_parts(kv, layer);
     const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), parts);
     uint8_t at[8];
@@ -43349,112 +43950,237 @@ static void tkvi_emit_tables(tkvi_saver *s, int layer) {
         tkvi_store32(at, (uint32_t)v);
         tkvi_store32(at + 4, kv->tables.current_version[layer] == v);
         tkvi_emit(s, at, 8);
-        if (s->mode != TKVI_COUNTS) (void)tkvi_save_table(kv, layer, v, parts, s->table);
-        tkvi_emit(s, s->table, bytes);
+        if (s->mode != TKVI_COUNTS) (void)tkvi_save_table(kv, layer, v, parts, s->room);
+        tkvi_emit(s, s->room, bytes);
     }
 }
 
-static void tkvi_emit_entry(tkvi_saver *s, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_entry *e = &s->kv->pool.entry[ids[i]];
-    uint8_t at[TKVI_SAVED_ENTRY] = {0};
-    tkvi_store32(at, (uint32_t)tkvi_first_with_block(s->kv, list, ids, i));
-    tkvi_store32(at + 4, (uint32_t)e->start);
-    tkvi_store64(at + 8, e->evicted_mask);
-    tkvi_store64(at + 16, tkvi_sink_mask(&s->kv->pool, ids[i]));
-    tkvi_store32(at + 24, (uint32_t)e->shift);
-    tkvi_store32(at + 28, (uint32_t)e->turned);
-    at[32] = (uint8_t)e->n_packed;
-    at[33] = e->first_slot;
-    at[34] = e->end_slot;
-    at[35] = e->tier;
-    at[36] = e->has_anchors;
-    tkvi_emit(s, at, sizeof at);
+/* Where the record of block k of the layer is. *next: behind the record of the block before. */
+static size_t tkvi_record_place(const tkvi_saver *s, size_t k, const tkvi_layout *c, size_t *next) {
+    const size_t at =
+        s->record_at ? (size_t)tkvi_load64(s->record_at + 8 * (s->first_block + k)) : s->records_from + *next;
+    *next += tkvi_saved_record_bytes(c);
+    return at;
 }
 
-static void tkvi_emit_meta(tkvi_saver *s, uint32_t id) {
-    const tkvi_token_meta *m = &s->kv->pool.token_meta[id];
-    const tkvi_entry *e = &s->kv->pool.entry[id];
-    uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
-    int t;
-    tkvi_store64(at, m->pinned_mask);
-    tkvi_store64(at + 8, m->temporary_mask);
-    tkvi_store64(at + 16, m->anchored_mask);
-    tkvi_store32(at + 24, (uint32_t)m->temporary_until);
-    tkvi_store32(at + 28, (uint32_t)m->score_step);
-    tkvi_store32(at + 32, (uint32_t)m->moved_at);
-    for (t = 0; t < TKVI_ANCHOR_SLOTS && e->has_anchors; t++)
-        tkvi_store32(at + 40 + 4 * t, (uint32_t)m->index.any[t]);
-    for (t = 0; t < TKVI_BLOCK && !e->has_anchors && e->n_packed; t++)
-        tkvi_store16(at + 40 + 2 * t, m->index.after_start[t]);
-    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m->scores[t]);
-    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
-}
-
-static void tkvi_emit_list(tkvi_saver *s, int layer) {
-    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
-    const uint32_t *ids = tkvi_ids(s->kv, s->p->seq, layer);
-    const int head[] = {list->n,       list->sinks,           list->archive,
-                        list->warm,    tkvi_anchors_of(list), list->len,
-                        list->expired, list->chunk_start,     tkvi_has_moved(list)};
-    uint8_t at[TKVI_SAVED_LIST] = {0};
-    int i, n_blocks = 0;
-    for (i = 0; i < (int)(sizeof head / sizeof *head); i++) tkvi_store32(at + 4 * i, (uint32_t)head[i]);
-    for (i = 0; i < list->n; i++) n_blocks += tkvi_first_with_block(s->kv, list, ids, i) == i;
-    tkvi_store32(at + 36, (uint32_t)n_blocks);
-    tkvi_emit(s, at, sizeof at);
-    for (i = 0; i < list->n; i++) tkvi_emit_entry(s, list, ids, i);
-    for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, ids[i]);
-}
-
-/* Emits the record of a block, from RAM or from the store. */
-static void tkvi_emit_record(tkvi_saver *s, int layer, uint32_t id, tkvi_fetch_buffer *buffer) {
-    const tkv_cache *kv = s->kv;
-    const tkvi_block *b = tkvi_block_of(kv, id);
-    const tkvi_layout *c = &kv->tables.layout[b->layout];
-    int head, side;
-    if (s->mode == TKVI_COUNTS) {
-        s->n += tkvi_record_bytes(c);
-        return;
+/* Where the former save has the same record. 0: it has none. It goes on with the former list where it was. */
+static size_t tkvi_find_former_record(const tkvi_saver *s, const tkvi_saved_list *list,
+                                      tkvi_block_cursor *from, int *left, const tkvi_block *b, uint64_t sum) {
+    const tkvi_layout *c = &s->kv->tables.layout[b->layout];
+    const size_t n = c->bytes.total;
+    uint64_t at;
+    while (*left && from->run && tkvi_saved_first_position(from) < b->first_position) {
+        if (--*left) tkvi_next_saved_block(list, from);
     }
-    if (!tkvi_is_offloaded(b)) {
-        tkvi_emit(s, tkvi_block_bytes(&kv->pool, b), tkvi_record_bytes(c));
-        return;
-    }
-    for (head = 0; head < c->n_kv_heads && !s->st; head++)
-        for (side = 0; side < 2 && !s->st; side++) {
-            const size_t n = side ? c->record[head].v.bytes : c->record[head].k.bytes;
-            const uint8_t *bytes = NULL;
-            if (!n) continue;
-            s->st = tkvi_get_side_bytes(kv, id, head, side ? TKV_V : TKV_K, buffer, &bytes);
-            if (s->st) s->st = tkvi_fail(s->kv, s->st, "the store gave no block of layer", layer, "");
-            else tkvi_emit(s, bytes, n);
+    if (!*left || tkvi_saved_first_position(from) != b->first_position ||
+        from->run[0] != (uint8_t)c->pair.k || from->run[1] != (uint8_t)c->pair.v ||
+        from->run[2] != (uint8_t)c->tokens)
+        return 0;
+    at = tkvi_saved_record_at(from, c);
+    if (at < 64 || at % 64 || at >= s->former.end || n + 8 > s->former.end - (size_t)at) return 0;
+    return tkvi_load64(s->former.bytes + (size_t)at + n) == sum + at ? (size_t)at : 0;
+}
+
+/* Looks for the records of a layer in the former save. Those that it does not have come behind s->records_from. */
+static void tkvi_place_new_records(tkvi_saver *s, int layer) {
+    const tkvi_section head = tkvi_find_section(&s->former, TKVI_SAVED_HEAD_KIND, 0, NULL);
+    tkvi_saved_list list;
+    tkvi_block_cursor from = {NULL, 0, 0};
+    int i, left = 0;
+    size_t k = 0;
+    if (head.n == TKVI_SAVED_HEAD &&
+        !tkvi_open_saved_list(tkvi_find_section(&s->former, TKVI_SAVED_LISTS, layer, NULL),
+                              (int)tkvi_load32(head.at + 32), &list))
+        left = list.n_blocks;
+    if (left) tkvi_next_saved_block(&list, &from);
+    for (i = 0; i < s->list.n && !s->st; i++) {
+        const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
+        const tkvi_layout *c = &s->kv->tables.layout[b->layout];
+        const uint8_t *record;
+        const size_t n = s->n;
+        size_t at;
+        if (!tkvi_is_first_with_block(s, i)) continue;
+        record = tkvi_get_record(s, layer, i);
+        if (!record) return;
+        s->info.n_blocks++;
+        at = tkvi_find_former_record(s, &list, &from, &left, b, tkvi_emit_record(s, c, record));
+        s->n = n;
+        s->whole += tkvi_saved_record_bytes(c);
+        if (!at) {
+            at = s->records_from + s->n;
+            s->n += tkvi_saved_record_bytes(c);
+            s->info.n_new_blocks++;
         }
+        tkvi_store64(s->record_at + 8 * (s->first_block + k++), (uint64_t)at);
+    }
 }
 
-static void tkvi_emit_blocks(tkvi_saver *s, int layer) {
-    const tkv_cache *kv = s->kv;
-    const tkvi_list *list = tkvi_list_of(kv, s->p->seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, s->p->seq, layer);
-    tkvi_fetch_buffer buffer;
+static void tkvi_emit_records(tkvi_saver *s, int layer) {
+    size_t k = 0, next = 0;
     int i;
-    tkvi_empty_buffer(&buffer, s->p->seq, layer);
-    for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const tkvi_layout *c = &kv->tables.layout[b->layout];
-        const int version = tkvi_version_of(kv, b->layout);
-        uint8_t at[TKVI_SAVED_BLOCK] = {0};
-        if (tkvi_first_with_block(kv, list, ids, i) != i) continue;
+    if (s->mode == TKVI_HASHES) {
+        tkvi_place_new_records(s, layer);
+        return;
+    }
+    for (i = 0; i < s->list.n && !s->st; i++) {
+        const tkvi_layout *c = &s->kv->tables.layout[tkvi_block_of(s->kv, s->ids[i])->layout];
+        const size_t padded = tkvi_saved_record_bytes(c), at = s->at;
+        const uint8_t *record;
+        uint8_t sum[8];
+        if (!tkvi_is_first_with_block(s, i)) continue;
+        if (s->mode == TKVI_COUNTS) {
+            s->n += padded;
+            s->info.n_blocks++;
+            s->info.n_new_blocks++;
+            continue;
+        }
+        if (tkvi_record_place(s, k++, c, &next) != at) continue; /* a former save has it */
+        record = tkvi_get_record(s, layer, i);
+        if (!record) return;
+        tkvi_store64(sum, tkvi_emit_record(s, c, record) + (uint64_t)at);
+        tkvi_emit(s, sum, 8);
+        tkvi_emit_zeros(s, padded - c->bytes.total - 8);
+    }
+}
+
+/* A run of entries or of blocks, while it grows. */
+typedef struct tkvi_run_writer {
+    uint8_t at[TKVI_SAVED_ENTRIES], last[TKVI_SAVED_ENTRIES];
+    int repeat, n;  /* n: runs before this one */
+    int is_counted; /* 1: no run is emitted */
+} tkvi_run_writer;
+
+static void tkvi_end_run(tkvi_saver *s, tkvi_run_writer *w, size_t bytes) {
+    if (!w->repeat) return;
+    tkvi_store32(w->at + 12, (uint32_t)w->repeat);
+    if (!w->is_counted) tkvi_emit(s, w->at, bytes);
+    w->repeat = 0;
+    w->n++;
+}
+
+/* Adds an entry to a run, or begins one with it. */
+static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
+    const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
+    const int is_alike = w->repeat && tkvi_load32(entry + 4) == tkvi_load32(entry) &&
+                         tkvi_load32(w->last + 4) == tkvi_load32(w->last) && step >= 1 &&
+                         step <= TKVI_BLOCK && (w->repeat == 1 || step == w->at[29]) &&
+                         memcmp(entry + 16, w->last + 16, 32) == 0;
+    if (!is_alike) {
+        tkvi_end_run(s, w, TKVI_SAVED_ENTRIES);
+        memcpy(w->at, entry, TKVI_SAVED_ENTRIES);
+    } else {
+        w->at[29] = (uint8_t)step;
+    }
+    memcpy(w->last, entry, TKVI_SAVED_ENTRIES);
+    w->repeat++;
+}
+
+static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
+    tkvi_run_writer w;
+    int i;
+    memset(&w, 0, sizeof w);
+    w.is_counted = is_counted;
+    for (i = 0; i < s->list.n; i++) {
+        tkvi_token_meta m;
+        const tkvi_entry e = tkvi_view_entry(s, i, &m);
+        const int is_own = s->kv->pool.block[e.block].refs == 1;
+        uint8_t at[TKVI_SAVED_ENTRIES] = {0};
+        tkvi_store32(at, (uint32_t)i);
+        tkvi_store32(at + 4, (uint32_t)(is_own ? i : tkvi_first_with_block(s->kv, &s->list, s->ids, i)));
+        tkvi_store32(at + 8, (uint32_t)e.start);
+        tkvi_store32(at + 16, (uint32_t)e.shift);
+        tkvi_store32(at + 20, (uint32_t)e.turned);
+        at[24] = (uint8_t)e.n_packed;
+        at[25] = e.first_slot;
+        at[26] = e.end_slot;
+        at[27] = (uint8_t)tkvi_tier_at(&s->list, i);
+        at[28] = e.has_anchors;
+        tkvi_store64(at + 32, e.evicted_mask);
+        tkvi_store64(at + 40, TKVI_HAS_EVICT ? e.sink_mask : 0);
+        if (i == s->list.sinks) tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+        tkvi_add_saved_entry(s, &w, at);
+    }
+    tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+    return w.n;
+}
+
+/* Adds a block to a run, or begins one with it. bytes: of its record. */
+static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *block, size_t bytes) {
+    const int64_t step = (int64_t)tkvi_saved_int(block + 8) - tkvi_saved_int(w->last + 8);
+    const int is_alike = w->repeat && step >= 0 && step <= 255 && (w->repeat == 1 || step == w->at[5]) &&
+                         memcmp(block, w->last, 5) == 0 &&
+                         tkvi_load64(block + 16) == tkvi_load64(w->last + 16) + (uint64_t)bytes;
+    if (!is_alike) {
+        tkvi_end_run(s, w, TKVI_SAVED_BLOCKS);
+        memcpy(w->at, block, TKVI_SAVED_BLOCKS);
+    } else {
+        w->at[5] = (uint8_t)step;
+    }
+    memcpy(w->last, block, TKVI_SAVED_BLOCKS);
+    w->repeat++;
+}
+
+/* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */
+static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
+    tkvi_run_writer w;
+    size_t k = 0, next = 0;
+    int i;
+    memset(&w, 0, sizeof w);
+    w.is_counted = is_counted;
+    for (i = 0; i < s->list.n; i++) {
+        const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
+        const tkvi_layout *c = &s->kv->tables.layout[b->layout];
+        const int version = tkvi_version_of(s->kv, b->layout);
+        uint8_t at[TKVI_SAVED_BLOCKS] = {0};
+        if (!tkvi_is_first_with_block(s, i)) continue;
         at[0] = (uint8_t)c->pair.k;
         at[1] = (uint8_t)c->pair.v;
         at[2] = (uint8_t)c->tokens;
         at[3] = b->tier;
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
-        tkvi_emit(s, at, sizeof at);
+        tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
+        tkvi_add_saved_block(s, &w, at, tkvi_saved_record_bytes(c));
     }
-    tkvi_emit_zeros(s, tkvi_gap_to(s->n, 64));
-    for (i = 0; i < list->n && !s->st; i++)
-        if (tkvi_first_with_block(kv, list, ids, i) == i) tkvi_emit_record(s, layer, ids[i], &buffer);
+    tkvi_end_run(s, &w, TKVI_SAVED_BLOCKS);
+    *n_blocks = (int)k;
+    return w.n;
+}
+
+static void tkvi_emit_meta(tkvi_saver *s, int i) {
+    tkvi_token_meta m;
+    const tkvi_entry e = tkvi_view_entry(s, i, &m);
+    uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
+    int t;
+    tkvi_store64(at, m.pinned_mask);
+    tkvi_store64(at + 8, m.temporary_mask);
+    tkvi_store64(at + 16, m.anchored_mask);
+    tkvi_store32(at + 24, (uint32_t)m.temporary_until);
+    tkvi_store32(at + 28, (uint32_t)m.score_step);
+    tkvi_store32(at + 32, (uint32_t)m.moved_at);
+    for (t = 0; t < TKVI_ANCHOR_SLOTS && e.has_anchors; t++)
+        tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
+    for (t = 0; t < TKVI_BLOCK && !e.has_anchors && e.n_packed; t++)
+        tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
+    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
+}
+
+static void tkvi_emit_list(tkvi_saver *s, int layer) {
+    int i, n_blocks = 0;
+    const int n_entry_runs = tkvi_emit_entry_runs(s, 1), n_block_runs = tkvi_emit_block_runs(s, 1, &n_blocks);
+    const tkvi_list *list = &s->list;
+    const int head[] = {list->n,       list->sinks,           list->archive,
+                        list->warm,    tkvi_anchors_of(list), list->len,
+                        list->expired, list->chunk_start,     tkvi_has_moved(list),
+                        n_blocks,      n_entry_runs,          n_block_runs};
+    uint8_t at[TKVI_SAVED_LIST];
+    (void)layer;
+    for (i = 0; i < (int)(sizeof head / sizeof *head); i++) tkvi_store32(at + 4 * i, (uint32_t)head[i]);
+    tkvi_emit(s, at, sizeof at);
+    (void)tkvi_emit_entry_runs(s, 0);
+    (void)tkvi_emit_block_runs(s, 0, &n_blocks);
+    for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
 }
 
 static void tkvi_emit_states(tkvi_saver *s, int layer) {
@@ -43464,6 +44190,7 @@ static void tkvi_emit_states(tkvi_saver *s, int layer) {
     for (i = 0; TKVI_HAS_STATES && i < list->n; i++) {
         const tkvi_state *state = list->held[i].state;
         uint8_t at[TKVI_SAVED_STATE];
+        if (s->p->length && state->n_tokens > s->p->length) continue;
         tkvi_store32(at, (uint32_t)state->layer);
         tkvi_store32(at + 4, (uint32_t)state->n_tokens);
         tkvi_store64(at + 8, (uint64_t)state->size);
@@ -43477,73 +44204,151 @@ typedef void (*tkvi_emitter)(tkvi_saver *s, int layer);
 
 /* In the order of tkvi_saved_kind. */
 static const tkvi_emitter tkvi_emitters[TKVI_SAVED_KINDS] = {
-    tkvi_emit_head, tkvi_emit_model,  tkvi_emit_tokens, tkvi_emit_tables,
-    tkvi_emit_list, tkvi_emit_blocks, tkvi_emit_states};
+    tkvi_emit_head,    tkvi_emit_model, tkvi_emit_tokens, tkvi_emit_tables,
+    tkvi_emit_records, tkvi_emit_list,  tkvi_emit_states};
 
 /* >>the whole */
 /* Goes to the next section. kind begins at 0, *layer at -1. Returns 0 behind the last one. */
-static int tkvi_next_section(const tkv_cache *kv, int *kind, int *layer) {
+static int tkvi_next_section(const tkvi_saver *s, int *kind, int *layer) {
+    const tkv_cache *kv = s->kv;
     for (++*layer; *kind < TKVI_SAVED_KINDS; ++*kind, *layer = 0) {
-        if (!tkvi_is_by_layer(*kind) && *layer == 0) return 1;
-        for (; tkvi_is_by_layer(*kind) && *layer < kv->tables.cfg.model.n_layers; ++*layer)
-            if (kv->tables.plan[*layer].stored_layer == *layer) return 1;
+        const int n = *kind == TKVI_SAVED_TOKENS
+                          ? (s->p->n_tokens + TKVI_SAVED_TOKENS_AT_ONCE - 1) / TKVI_SAVED_TOKENS_AT_ONCE
+                      : tkvi_is_by_layer(*kind) ? kv->tables.cfg.model.n_layers
+                                                : 1;
+        for (; *layer < n; ++*layer)
+            if (!tkvi_is_by_layer(*kind) || kv->tables.plan[*layer].stored_layer == *layer) return 1;
     }
     return 0;
 }
 
-/* Emits all sections in a mode, and in TKVI_HASHES the index. Returns the number of sections. */
-static uint32_t tkvi_emit_sections(tkvi_saver *s, tkvi_emit_mode mode, size_t *end) {
-    int kind = 0, layer = -1;
-    uint32_t n = 0;
-    size_t at = 0;
-    for (; !s->st && tkvi_next_section(s->kv, &kind, &layer); n++) {
-        uint8_t entry[TKVI_SAVED_SECTION];
-        const size_t gap = tkvi_gap_to(at, 64);
-        s->mode = mode;
-        if (mode == TKVI_WRITES) tkvi_emit_zeros(s, gap);
-        at += gap;
-        s->n = 0;
-        memset(&s->sum, 0, sizeof s->sum);
-        tkvi_emitters[kind](s, layer);
-        tkvi_store32(entry, (uint32_t)kind);
-        tkvi_store32(entry + 4, (uint32_t)layer);
-        tkvi_store64(entry + 8, (uint64_t)at);
-        tkvi_store64(entry + 16, (uint64_t)s->n);
-        tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
-        at += s->n;
-        if (mode != TKVI_HASHES) continue;
-        s->mode = TKVI_WRITES;
-        tkvi_emit(s, entry, sizeof entry);
-        tkvi_xxh64_add(&s->index, entry, sizeof entry);
+/* Where the records of a layer begin, of those that have been planned. */
+static size_t tkvi_planned_records(const tkvi_saver *s, int layer) {
+    uint32_t i;
+    for (i = 0; s->index && i < s->n_sections; i++) {
+        const uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
+        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)layer)
+            return (size_t)tkvi_load64(entry + 8);
     }
-    *end = at;
-    return n;
+    return 0;
 }
 
-static void tkvi_emit_end(tkvi_saver *s, size_t index_at, uint32_t n) {
+/* Begins a section at a place of the file. */
+static void tkvi_begin_section(tkvi_saver *s, tkvi_emit_mode mode, int kind, int layer, size_t at) {
+    s->mode = mode;
+    s->n = 0;
+    memset(&s->sum, 0, sizeof s->sum);
+    if (s->kind != kind) s->first_block = 0;
+    s->kind = kind;
+    if (!tkvi_is_by_layer(kind)) return;
+    tkvi_view_layer(s, layer);
+    if (kind == TKVI_SAVED_RECORDS) s->records_from = at;
+    if (kind == TKVI_SAVED_LISTS) s->records_from = tkvi_planned_records(s, layer);
+}
+
+/* Ends a section: the next one is of the layer behind. */
+static void tkvi_end_section(tkvi_saver *s, int kind) {
+    int i;
+    if (kind != TKVI_SAVED_LISTS && kind != TKVI_SAVED_RECORDS) return;
+    for (i = 0; i < s->list.n; i++) s->first_block += (size_t)tkvi_is_first_with_block(s, i);
+}
+
+/* The section of the former save with the bytes that were hashed. at NULL: it has none. */
+static tkvi_section tkvi_find_former_section(const tkvi_saver *s, int kind, int layer) {
+    tkvi_section former = {NULL, 0};
+    const uint64_t sum = tkvi_xxh64_end(&s->sum);
+    uint64_t saved = 0;
+    if (s->mode != TKVI_HASHES || kind == TKVI_SAVED_RECORDS || kind == TKVI_SAVED_HEAD_KIND) return former;
+    former = tkvi_find_section(&s->former, kind, layer, &saved);
+    if (former.at && (former.n != s->n || saved != sum || tkvi_xxh64(0, former.at, former.n) != sum))
+        former.at = NULL;
+    return former;
+}
+
+/* Counts the bytes of all sections and plans the index. Behind a former save, sections that it has stay there. */
+static void tkvi_plan_save(tkvi_saver *s) {
+    const tkvi_emit_mode mode = s->former.bytes ? TKVI_HASHES : TKVI_COUNTS;
+    int kind = 0, layer = -1;
+    size_t at = s->start;
+    s->n_sections = 0;
+    s->whole = 0;
+    s->kind = -1;
+    memset(&s->info, 0, sizeof s->info);
+    for (; !s->st && tkvi_next_section(s, &kind, &layer); s->n_sections++) {
+        const size_t gap = tkvi_gap_to(at, 64);
+        uint8_t *entry = s->index ? s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION : NULL;
+        tkvi_section former;
+        tkvi_begin_section(s, mode, kind, layer, at + gap);
+        tkvi_emitters[kind](s, layer);
+        tkvi_end_section(s, kind);
+        former = tkvi_find_former_section(s, kind, layer);
+        if (kind != TKVI_SAVED_RECORDS || mode == TKVI_COUNTS) s->whole += s->n + tkvi_gap_to(s->n, 64);
+        if (entry) {
+            tkvi_store32(entry, (uint32_t)kind);
+            tkvi_store32(entry + 4, (uint32_t)layer);
+            tkvi_store64(entry + 8, (uint64_t)(former.at ? (size_t)(former.at - s->former.bytes) : at + gap));
+            tkvi_store64(entry + 16, (uint64_t)s->n);
+            tkvi_store64(entry + 24, former.at ? tkvi_xxh64_end(&s->sum) : 0);
+        }
+        if (!former.at) at += gap + s->n;
+    }
+    at += (size_t)s->n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
+    s->end = at + tkvi_gap_to(at, 64);
+    s->whole += (size_t)s->n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
+    s->whole += tkvi_gap_to(s->whole, 64);
+}
+
+/* Writes the sections that no former save has, the index and the end. */
+static void tkvi_write_save(tkvi_saver *s) {
     uint8_t end[TKVI_SAVED_END] = {0};
+    const size_t index_bytes = (size_t)s->n_sections * TKVI_SAVED_SECTION,
+                 index_at = s->end - index_bytes - TKVI_SAVED_END;
+    tkvi_xxh64_sum sum;
+    int kind = 0, layer = -1;
+    uint32_t i;
+    s->at = s->start;
+    s->kind = -1;
+    for (i = 0; !s->st && tkvi_next_section(s, &kind, &layer); i++) {
+        uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
+        const size_t at = (size_t)tkvi_load64(entry + 8);
+        s->mode = TKVI_WRITES;
+        if (at >= s->start) tkvi_emit_zeros(s, at - s->at);
+        tkvi_begin_section(s, TKVI_WRITES, kind, layer, at);
+        if (at >= s->start) {
+            tkvi_emitters[kind](s, layer);
+            if (kind != TKVI_SAVED_RECORDS) tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
+        }
+        tkvi_end_section(s, kind);
+    }
+    if (s->st) return;
+    tkvi_emit_zeros(s, index_at - s->at);
+    tkvi_emit(s, s->index, index_bytes);
     tkvi_store64(end, (uint64_t)index_at);
-    tkvi_store32(end + 8, n);
-    tkvi_store32(end + 12, TKVI_SAVED_VERSION);
-    tkvi_xxh64_add(&s->index, end, 16);
-    tkvi_store64(end + 16, tkvi_xxh64_end(&s->index));
-    memcpy(end + 24, "TKVSEND", 7);
-    s->mode = TKVI_WRITES;
+    tkvi_store64(end + 8, (uint64_t)s->start);
+    tkvi_store32(end + 16, s->n_sections);
+    tkvi_store32(end + 20, TKVI_SAVED_VERSION);
+    memset(&sum, 0, sizeof sum);
+    tkvi_xxh64_add(&sum, s->index, index_bytes);
+    tkvi_xxh64_add(&sum, end, 24);
+    tkvi_store64(end + 24, tkvi_xxh64_end(&sum));
+    memcpy(end + 32, "TKVSEND", 7);
     tkvi_emit(s, end, sizeof end);
 }
 
 static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
-    int layer;
+    tkv_status st;
+    int layer, i;
     if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
-    if (kv->seq[p->seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", p->seq, "");
-    if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model))
-        return tkvi_fail(kv, TKV_ERR_ARG, "tokens or model are missing", 0, NULL);
+    if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model) ||
+        (p->former_bytes && !p->former))
+        return tkvi_fail(kv, TKV_ERR_ARG, "tokens, model or former are missing", 0, NULL);
+    st = tkvi_check_cut(kv, p->seq, p->length);
+    if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, p->seq, layer);
         const uint32_t *ids = tkvi_ids(kv, p->seq, layer);
-        int i;
-        for (i = 0; i < list->n; i++)
+        const int n = p->length ? tkvi_n_blocks_before(kv, p->seq, layer, p->length)
+                                : tkvi_list_of(kv, p->seq, layer)->n;
+        for (i = 0; i < n; i++)
             if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
                 return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
                                  layer, "");
@@ -43551,39 +44356,86 @@ static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
     return TKV_OK;
 }
 
-/* The largest table that tkvi_emit_tables saves. */
-static size_t tkvi_most_table_bytes(const tkv_cache *kv) {
+/* Bytes of the largest block or table of a layer. */
+static size_t tkvi_room_for_piece(const tkv_cache *kv) {
     size_t most = 0;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored_layer == layer) {
-            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
+    int i;
+    for (i = 0; i < kv->tables.n_layouts; i++) {
+        const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
+        most = slot > most ? slot : most;
+    }
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        if (kv->tables.plan[i].stored_layer == i) {
+            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, i), tkvi_table_parts(kv, i));
             most = bytes > most ? bytes : most;
         }
-    return most;
+    return most + tkvi_gap_to(most, 64);
 }
 
-/* Writes all to s->buf or s->write; `size` bytes are there. Both NULL: counts. */
-static tkv_status tkvi_save(tkvi_saver *s, size_t size, size_t *needed) {
-    const size_t table = tkvi_most_table_bytes(s->kv);
-    size_t index_at;
-    const uint32_t n = tkvi_emit_sections(s, TKVI_COUNTS, &index_at);
-    index_at += tkvi_gap_to(index_at, 64);
-    s->total = index_at + (size_t)n * TKVI_SAVED_SECTION + TKVI_SAVED_END;
-    if (needed) *needed = s->total;
-    if (!s->buf && !s->write) return TKV_OK;
-    if (s->buf && size < s->total)
-        return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "the buffer is too small; bytes needed:", (int64_t)s->total,
+/* Takes room from the caller's scratch memory, or from the heap. *taken: NULL, or what the heap must get back. */
+static tkv_status tkvi_take_room(tkv_cache *kv, void *scratch, size_t scratch_bytes, size_t bytes,
+                                 uint8_t **room, uint8_t **taken) {
+    const size_t gap = scratch ? tkvi_gap_to((size_t)(uintptr_t)scratch, 64) : 0;
+    *taken = NULL;
+    *room = (uint8_t *)scratch + gap;
+    if (scratch && scratch_bytes < bytes + gap)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:", (int64_t)bytes + 63,
                          "");
-    if (table && !(s->table = (uint8_t *)tkvi_get(&s->kv->heap, table)))
-        return tkvi_refuse_no_memory(s->kv, "no memory to save sequence", s->p->seq, "");
-    (void)tkvi_emit_sections(s, TKVI_WRITES, &index_at);
-    s->mode = TKVI_WRITES;
-    tkvi_emit_zeros(s, tkvi_gap_to(index_at, 64));
-    index_at += tkvi_gap_to(index_at, 64);
-    if (!s->st) (void)tkvi_emit_sections(s, TKVI_HASHES, &size);
-    if (!s->st) tkvi_emit_end(s, index_at, n);
-    if (table) tkvi_put(&s->kv->heap, s->table, table);
+    if (!scratch) *room = *taken = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    return *room ? TKV_OK
+                 : tkvi_refuse_no_memory(
+                       kv, "no memory to save or load; give scratch of bytes:", (int64_t)bytes + 63, "");
+}
+
+/* Plans a save behind the former one, or a whole one if the file would have more than twice the bytes of that. */
+static void tkvi_choose_save(tkvi_saver *s, const tkvi_saved_file *former, uint8_t *record_at) {
+    s->former = *former;
+    s->start = former->bytes ? former->end : 0;
+    s->record_at = former->bytes ? record_at : NULL;
+    tkvi_plan_save(s);
+    if (s->st || !former->bytes || s->end / 2 <= s->whole) return;
+    memset(&s->former, 0, sizeof s->former);
+    s->start = 0;
+    s->record_at = NULL;
+    tkvi_plan_save(s);
+}
+
+/* Saves to `buf` of `size` bytes, or through s->write. Without both it counts. */
+static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *needed) {
+    tkvi_saved_file former;
+    const char *fault = NULL;
+    uint8_t *room, *taken;
+    size_t n_blocks = 0, bytes;
+    tkv_status st;
+    int layer;
+    memset(&former, 0, sizeof former);
+    if (s->p->former_bytes)
+        fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
+    if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
+    tkvi_plan_save(s);
+    for (layer = 0; layer < s->kv->tables.cfg.model.n_layers && former.bytes; layer++)
+        n_blocks += (size_t)tkvi_list_of(s->kv, s->p->seq, layer)->n;
+    bytes = tkvi_room_for_piece(s->kv) + (size_t)s->n_sections * TKVI_SAVED_SECTION + 8 * n_blocks;
+    if (buf || s->write || former.bytes) {
+        st = tkvi_take_room(s->kv, s->p->scratch, s->p->scratch_bytes, bytes, &room, &taken);
+        if (st) return st;
+        s->room = room;
+        s->index = room + tkvi_room_for_piece(s->kv);
+        tkvi_choose_save(s, &former, s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION);
+    } else {
+        taken = NULL;
+    }
+    s->info.bytes = s->end - s->start;
+    s->info.at = s->start;
+    s->info.live = s->whole;
+    if (!s->st && needed) *needed = s->info.bytes;
+    if (!s->st && s->p->info) *s->p->info = s->info;
+    if (!s->st && buf && size < s->info.bytes)
+        s->st = tkvi_fail(s->kv, TKV_ERR_CAPACITY,
+                          "the buffer is too small; bytes needed:", (int64_t)s->info.bytes, "");
+    s->buf = (uint8_t *)buf;
+    if (!s->st && (buf || s->write)) tkvi_write_save(s);
+    if (taken) tkvi_put(&s->kv->heap, taken, bytes);
     return s->st ? s->st : tkvi_ok(s->kv);
 }
 
@@ -43598,8 +44450,7 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
     memset(&s, 0, sizeof s);
     s.kv = kv;
     s.p = p;
-    s.buf = (uint8_t *)buf;
-    return tkvi_save(&s, size, needed);
+    return tkvi_save(&s, buf, size, needed);
 }
 
 TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
@@ -43615,7 +44466,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
     s.p = p;
     s.write = write;
     s.user = user;
-    return tkvi_save(&s, 0, NULL);
+    return tkvi_save(&s, NULL, 0, NULL);
 }
 
 #endif /* TKVI_PERSIST_SAVE_H */
@@ -43635,20 +44486,13 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
 #define TKVI_PERSIST_LOAD_H
 
 
-typedef struct tkvi_section {
-    const uint8_t *at;
-    size_t n;
-} tkvi_section;
-
 typedef struct tkvi_loader {
     tkv_cache *kv;
     const tkv_load_params *p;
-    const uint8_t *bytes, *index;
-    size_t size;
-    uint32_t n_sections;
-    int flags;
-    uint8_t *room; /* for a table, or for a block */
-    size_t room_bytes;
+    tkvi_saved_file file;
+    int flags, n_tokens; /* of the head */
+    uint8_t *room;       /* for a table, or for a block */
+    uint16_t attached;   /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
     tkv_load_info info;
 } tkvi_loader;
 
@@ -43660,84 +44504,17 @@ static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int l
     return tkvi_fail(l->kv, TKV_ERR_DATA, why, layer, "");
 }
 
-static int tkvi_saved_int(const uint8_t *at) {
-    const uint32_t x = tkvi_load32(at);
-    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
+static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int layer) {
+    return tkvi_find_section(&l->file, kind, layer, NULL);
 }
 
-/* >>frame */
-static int tkvi_are_zeros(const uint8_t *p, size_t n) {
-    while (n && !*p) p++, n--;
-    return n == 0;
-}
-
-static const uint8_t *tkvi_saved_entry_of_index(const tkvi_loader *l, uint32_t i) {
-    return l->index + (size_t)i * TKVI_SAVED_SECTION;
-}
-
-/* Checks the index: sections in order, one behind the other, with right checksums. */
-static tkv_status tkvi_check_sections(tkvi_loader *l) {
-    const size_t index_at = (size_t)(l->index - l->bytes);
-    uint64_t before = 0;
-    size_t at = 0;
-    uint32_t i;
-    for (i = 0; i < l->n_sections; i++) {
-        const uint8_t *e = tkvi_saved_entry_of_index(l, i);
-        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), n = tkvi_load64(e + 16);
-        const size_t gap = tkvi_gap_to(at, 64);
-        if (tkvi_load32(e) >= TKVI_SAVED_KINDS || (i && name <= before) || gap > index_at - at ||
-            tkvi_load64(e + 8) != at + gap || n > index_at - at - gap || !tkvi_are_zeros(l->bytes + at, gap))
-            return tkvi_refuse_file(l, "the saved sequence has a section where none can be");
-        before = name;
-        at += gap;
-        if (tkvi_xxh64(0, l->bytes + at, (size_t)n) != tkvi_load64(e + 24))
-            return tkvi_refuse_file(l, "the saved sequence was damaged: the checksum of a section is wrong");
-        at += (size_t)n;
-    }
-    if (index_at != at + tkvi_gap_to(at, 64) || !tkvi_are_zeros(l->bytes + at, index_at - at))
-        return tkvi_refuse_file(l, "the saved sequence has bytes in no section");
-    return TKV_OK;
-}
-
-static tkv_status tkvi_check_frame(tkvi_loader *l) {
-    const uint8_t *end;
-    uint64_t index_at;
-    if (l->size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(l->bytes, "TKVS", 4) != 0)
-        return tkvi_refuse_file(l, "these bytes are no saved sequence");
-    if (tkvi_load32(l->bytes + 4) != TKVI_SAVED_VERSION)
-        return tkvi_refuse_file(l, "the sequence was saved by a newer version of this library");
-    end = l->bytes + l->size - TKVI_SAVED_END;
-    index_at = tkvi_load64(end);
-    l->n_sections = tkvi_load32(end + 8);
-    if (memcmp(end + 24, "TKVSEND", 8) != 0 || tkvi_load64(l->bytes + 8) != l->size ||
-        index_at < TKVI_SAVED_HEAD || index_at > l->size - TKVI_SAVED_END ||
-        (l->size - TKVI_SAVED_END - (size_t)index_at) != (uint64_t)l->n_sections * TKVI_SAVED_SECTION)
-        return tkvi_refuse_file(l, "the saved sequence was cut, or is longer than it should be");
-    l->index = l->bytes + (size_t)index_at;
-    if (tkvi_xxh64(0, l->index, l->size - (size_t)index_at - 16) != tkvi_load64(end + 16) ||
-        tkvi_load32(end + 12) != TKVI_SAVED_VERSION)
-        return tkvi_refuse_file(l, "the saved sequence was damaged: the checksum of its index is wrong");
-    return tkvi_check_sections(l);
-}
-
-/* The section of a kind and layer; at NULL: there is none. */
-static tkvi_section tkvi_find_section(const tkvi_loader *l, int kind, int layer) {
-    const uint64_t name = (uint64_t)(uint32_t)kind << 32 | (uint32_t)layer;
-    uint32_t low = 0, high = l->n_sections;
-    tkvi_section found = {NULL, 0};
-    while (low < high) {
-        const uint32_t mid = low + (high - low) / 2;
-        const uint8_t *e = tkvi_saved_entry_of_index(l, mid);
-        const uint64_t at = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4);
-        if (at == name) {
-            found.at = l->bytes + (size_t)tkvi_load64(e + 8);
-            found.n = (size_t)tkvi_load64(e + 16);
-            return found;
-        }
-        if (at < name) low = mid + 1;
-        else high = mid;
-    }
-    return found;
+/* Opens the last save, and checks all sections. */
+static tkv_status tkvi_check_frame(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+    const char *fault = tkvi_open_save(&l->file, bytes, size);
+    if (fault && l->p->recover) fault = tkvi_open_last_save(&l->file, bytes, size);
+    if (!fault) fault = tkvi_find_section_fault(&l->file);
+    l->info.end = l->file.end;
+    return fault ? tkvi_refuse_file(l, fault) : TKV_OK;
 }
 
 /* >>model */
@@ -43770,8 +44547,8 @@ static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s
 static tkv_status tkvi_check_model(tkvi_loader *l) {
     const tkv_cache *kv = l->kv;
     const int n_layers = kv->tables.cfg.model.n_layers;
-    const tkvi_section head = tkvi_find_section(l, TKVI_SAVED_HEAD_KIND, 0),
-                       model = tkvi_find_section(l, TKVI_SAVED_MODEL, 0);
+    const tkvi_section head = tkvi_loaded_section(l, TKVI_SAVED_HEAD_KIND, 0),
+                       model = tkvi_loaded_section(l, TKVI_SAVED_MODEL, 0);
     const uint8_t *at;
     size_t n = 0;
     tkv_status st;
@@ -43795,130 +44572,27 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
             return tkvi_refuse_saved_model(l, "the sequence was saved with another RoPE in layer", i);
     }
     l->flags = (int)tkvi_load32(head.at + 32);
+    l->n_tokens = tkvi_saved_int(head.at + 36);
     return l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES) ? tkvi_refuse_file(l, "unknown flags")
                                                                      : TKV_OK;
 }
 
 /* >>lists */
-typedef struct tkvi_saved_list {
-    const uint8_t *entries, *meta; /* meta NULL: none */
-    size_t meta_bytes;             /* of an entry */
-    int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks;
-    const uint8_t *blocks, *records;
-    size_t record_bytes; /* of all records */
-} tkvi_saved_list;
-
-/* Reads an entry. *first: the first entry with its block. */
-static tkvi_entry tkvi_read_entry(const tkvi_saved_list *list, int i, int *first) {
-    const uint8_t *at = list->entries + (size_t)i * TKVI_SAVED_ENTRY;
-    tkvi_entry e;
-    memset(&e, 0, sizeof e);
-    *first = tkvi_saved_int(at);
-    e.start = tkvi_saved_int(at + 4);
-    e.evicted_mask = tkvi_load64(at + 8);
-    e.sink_mask = tkvi_load64(at + 16);
-    e.shift = tkvi_saved_int(at + 24);
-    e.turned = tkvi_saved_int(at + 28);
-    e.n_packed = (int8_t)(at[32] & 127);
-    e.first_slot = at[33];
-    e.end_slot = at[34];
-    e.tier = at[35];
-    e.has_anchors = at[36];
-    e.in_use = 1;
-    return e;
-}
-
-static int tkvi_saved_start(const tkvi_saved_list *list, int i) {
-    return tkvi_saved_int(list->entries + (size_t)i * TKVI_SAVED_ENTRY + 4);
-}
-
-/* Slots in use of a saved entry, as tkvi_block_tokens. */
-static int64_t tkvi_saved_tokens(const tkvi_saved_list *list, int i, const tkvi_entry *e) {
-    const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len;
-    if (e->n_packed) return e->n_packed;
-    return e->end_slot ? e->end_slot : e->first_slot + end - e->start;
-}
-
-/* Finds the sections of a layer, and checks their sizes. */
-static tkv_status tkvi_open_saved_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_LISTS, layer),
-                       blocks = tkvi_find_section(l, TKVI_SAVED_BLOCKS, layer);
-    int field[10], i;
-    size_t entries, heads;
-    memset(out, 0, sizeof *out);
-    if (s.n < TKVI_SAVED_LIST || !blocks.at)
-        return tkvi_refuse_saved_layer(l, "there are no blocks of layer", layer);
-    for (i = 0; i < 10; i++) {
-        field[i] = tkvi_saved_int(s.at + 4 * i);
-        if (field[i] < 0 || field[i] > TKVI_FOREVER)
-            return tkvi_refuse_saved_layer(l, "a number is too large in layer", layer);
-    }
-    out->n = field[0];
-    out->sinks = field[1];
-    out->archive = field[2];
-    out->warm = field[3];
-    out->anchors = field[4];
-    out->len = field[5];
-    out->expired = field[6];
-    out->chunk_start = field[7];
-    out->is_moved = field[8];
-    out->n_blocks = field[9];
-    out->meta_bytes =
-        !(l->flags & TKVI_SAVED_HAS_META)
-            ? 0
-            : TKVI_SAVED_META + (l->flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
-    entries = (s.n - TKVI_SAVED_LIST) / (TKVI_SAVED_ENTRY + out->meta_bytes);
-    if ((size_t)out->n != entries || (s.n - TKVI_SAVED_LIST) % (TKVI_SAVED_ENTRY + out->meta_bytes) ||
-        !tkvi_are_zeros(s.at + 40, 8))
-        return tkvi_refuse_saved_layer(l, "the list has another size than its entries, layer", layer);
-    out->entries = s.at + TKVI_SAVED_LIST;
-    out->meta = out->meta_bytes ? out->entries + entries * TKVI_SAVED_ENTRY : NULL;
-    heads = (size_t)out->n_blocks * TKVI_SAVED_BLOCK;
-    if (out->n_blocks > out->n || heads > blocks.n || tkvi_gap_to(heads, 64) > blocks.n - heads)
-        return tkvi_refuse_saved_layer(l, "the blocks have another size than their list, layer", layer);
-    out->blocks = blocks.at;
-    out->records = blocks.at + heads + tkvi_gap_to(heads, 64);
-    out->record_bytes = blocks.n - heads - tkvi_gap_to(heads, 64);
-    return TKV_OK;
-}
-
-/* The layout of saved block k in this cache, of version 0 if it has a table. -1: it has none. */
-static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *block) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
-    int i, tier;
-    if (block[4] != TKVI_NO_VERSION) {
-        for (i = 0; i < kv->tables.n_levels; i++)
-            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-                const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
-                if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)block[0] &&
-                    c->pair.v == (tkv_format)block[1] && c->tokens == block[2])
-                    return specs[i].layout[tier];
-            }
-        return -1;
-    }
-    for (i = 0; i < kv->tables.n_keys; i++) {
-        const tkvi_layout *c = &kv->tables.layout[i];
-        const tkvi_side *k = &c->record[0].k;
-        if (c->pair.k == (tkv_format)block[0] && c->pair.v == (tkv_format)block[1] && c->tokens == block[2] &&
-            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
-            c->record[0].v.dim == p->geometry.v_head_dim &&
-            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
-            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
-            return i;
-    }
-    return -1;
+/* Finds the list of a layer, and checks its sizes. */
+static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
+    const char *fault = tkvi_open_saved_list(tkvi_loaded_section(l, TKVI_SAVED_LISTS, layer), l->flags, out);
+    return fault ? tkvi_refuse_saved_layer(l, fault, layer) : TKV_OK;
 }
 
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
-static const char *tkvi_find_entry_fault(const tkvi_loader *l, const tkvi_saved_list *list, int i, int tier) {
+static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int tier) {
     int first, other;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
-    const uint8_t *at = list->entries + (size_t)i * TKVI_SAVED_ENTRY;
+    const uint8_t *at = tkvi_run_of_entry(list, i);
     const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len,
                   tokens = tkvi_saved_tokens(list, i, &e);
-    if (at[32] > TKVI_BLOCK || e.first_slot > TKVI_BLOCK || e.end_slot > TKVI_BLOCK || e.has_anchors > 1 ||
-        !tkvi_are_zeros(at + 37, 3))
+    if (at[24] > TKVI_BLOCK || e.first_slot > TKVI_BLOCK || e.end_slot > TKVI_BLOCK || e.has_anchors > 1 ||
+        !tkvi_are_zeros(at + 30, 2) || (tkvi_saved_int(at + 12) == 1 ? at[29] > 0 : at[29] < 1))
         return "an entry has a number that it cannot have, layer";
     if (e.tier != tier || e.has_anchors != (i < list->anchors)) return "an entry is not in its tier, layer";
     if (first < 0 || first > i) return "an entry names no block, layer";
@@ -43941,7 +44615,7 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, const tkvi_saved_
 }
 
 /* Returns the fault of the token_meta of a saved entry, or NULL. */
-static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
+static const char *tkvi_find_meta_fault(tkvi_saved_list *list, int i) {
     const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
     int first, t;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
@@ -43955,14 +44629,93 @@ static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
     return NULL;
 }
 
-/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. */
+/* The tier of entry i by its place in the list. */
+static int tkvi_saved_tier(const tkvi_saved_list *list, int i) {
+    i -= list->sinks;
+    return i < 0 || i >= list->archive + list->warm ? TKV_TIER_HOT
+           : i < list->archive                      ? TKV_TIER_ARCHIVE
+                                                    : TKV_TIER_WARM;
+}
+
+/* Checks a run of entries from i on: the first and the last one. Those between them are as these are. */
+static const char *tkvi_find_run_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int *n_blocks) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    const int n = tkvi_saved_int(at + 12), last = i + n - 1;
+    const char *fault = tkvi_find_entry_fault(l, list, i, tkvi_saved_tier(list, i));
+    if (fault) return fault;
+    if (n > 1) {
+        if ((i < list->sinks) != (last < list->sinks) || tkvi_saved_int(at + 4) != i || at[28])
+            return "entries that repeat are not alike, layer";
+        fault = tkvi_find_entry_fault(l, list, last, tkvi_saved_tier(list, last));
+    }
+    *n_blocks += tkvi_saved_int(at + 4) == i ? n : 0;
+    return fault;
+}
+
+/* 1 if a saved block stays in the file. i: the first entry with it. Blocks that age further must be in RAM, and so
+ * must sinks and the two newest blocks. */
+static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_list *list, int i) {
+    const tkvi_tier_spec *now = &l->kv->tables.plan[layer].now;
+    const int tier = tkvi_saved_tier(list, i);
+    return TKVI_HAS_ATTACH && l->p->attach && i >= list->sinks && i + 2 < list->n &&
+           (tier == TKV_TIER_ARCHIVE || (tier == TKV_TIER_WARM && now->warm == TKVI_FOREVER) ||
+            (tier == TKV_TIER_HOT && now->hot == TKVI_FOREVER));
+}
+
+/* Checks the checksum of a record, and the zeros behind it. Returns NULL if they are wrong. */
+static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
+    const uint8_t *record = l->file.bytes + (size_t)at;
+    const size_t n = c->bytes.total;
+    return tkvi_xxh64(0, record, n) + at == tkvi_load64(record + n) &&
+                   tkvi_are_zeros(record + n + 8, tkvi_saved_record_bytes(c) - n - 8)
+               ? record
+               : NULL;
+}
+
+/* Checks the numbers of a run of blocks, that this cache has their layout, and where their records lie. */
+static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8_t *run) {
+    const int64_t repeat = tkvi_saved_repeat(run);
+    const uint64_t at = tkvi_load64(run + 16);
+    int layout;
+    if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
+        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (int64_t)tkvi_saved_int(run + 8) + repeat * run[5] > TKVI_FOREVER)
+        return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
+    layout = tkvi_layout_of_saved(l->kv, layer, run);
+    if (layout < 0)
+        return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
+                                       layer);
+    if (at % 64 || at > l->file.end ||
+        (l->file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) < (size_t)repeat)
+        return tkvi_refuse_saved_layer(l, "a block lies beyond the end of the file, layer", layer);
+    return TKV_OK;
+}
+
+/* Checks the records of blocks that do not stay in the file. */
+static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved_list *list) {
+    tkvi_block_cursor c = {NULL, 0, 0};
+    int i, first;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_layout *layout;
+        (void)tkvi_read_entry(list, i, &first);
+        if (first != i) continue;
+        tkvi_next_saved_block(list, &c);
+        if (tkvi_stays_in_file(l, layer, list, i)) continue;
+        layout = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, c.run)];
+        if (!tkvi_verify_record(l, layout, tkvi_saved_record_at(&c, layout)))
+            return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
+    }
+    return TKV_OK;
+}
+
+/* Checks all numbers of a layer's list, its records, and that the cache has the layouts of its blocks. */
 static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     const tkv_cache *kv = l->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_saved_list list;
     const char *fault = NULL;
-    tkv_status st = tkvi_open_saved_list(l, layer, &list);
-    int i, first, n_blocks = 0;
+    tkv_status st = tkvi_open_list(l, layer, &list);
+    int i, n_blocks = 0;
     if (st) return st;
     if (list.len > kv->tables.cfg.limits.max_tokens)
         return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "the sequence has more tokens than max_tokens:", list.len,
@@ -43974,27 +44727,14 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     if (TKVI_HAS_EVICT ? list.anchors != (list.n ? p->n_anchor_blocks : 0) : list.anchors > 0)
         return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
                                        layer);
-    for (i = 0; i < list.n && !fault; i++) {
-        const int tier = i < list.sinks                              ? TKV_TIER_HOT
-                         : i < list.sinks + list.archive             ? TKV_TIER_ARCHIVE
-                         : i < list.sinks + list.archive + list.warm ? TKV_TIER_WARM
-                                                                     : TKV_TIER_HOT;
-        fault = tkvi_find_entry_fault(l, &list, i, tier);
-        if (!fault && list.meta) fault = tkvi_find_meta_fault(&list, i);
-        if (!fault) (void)tkvi_read_entry(&list, i, &first), n_blocks += first == i;
-    }
+    for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12))
+        fault = tkvi_find_run_fault(l, &list, i, &n_blocks);
+    for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
-    for (i = 0; i < list.n_blocks; i++) {
-        const uint8_t *b = list.blocks + (size_t)i * TKVI_SAVED_BLOCK;
-        if (b[3] >= TKV_TIER_COUNT || (b[4] >= TKVI_VERSIONS && b[4] != TKVI_NO_VERSION) ||
-            !tkvi_are_zeros(b + 5, 3))
-            return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
-        if (tkvi_layout_of_saved(kv, layer, b) < 0)
-            return tkvi_refuse_saved_model(
-                l, "no level of this cache has the formats of a saved block, layer", layer);
-    }
-    return TKV_OK;
+    for (i = 0; i < list.n_block_runs && !st; i++)
+        st = tkvi_check_saved_blocks(l, layer, tkvi_saved_blocks(&list, i));
+    return st ? st : tkvi_check_saved_records(l, layer, &list);
 }
 
 /* >>tables */
@@ -44005,7 +44745,7 @@ typedef struct tkvi_saved_tables {
 } tkvi_saved_tables;
 
 static tkv_status tkvi_open_saved_tables(tkvi_loader *l, int layer, tkvi_saved_tables *out) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_TABLES, layer);
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_TABLES, layer);
     memset(out, 0, sizeof *out);
     if (s.n < 8 || tkvi_load32(s.at) & ~(uint32_t)tkvi_known_parts() || tkvi_load32(s.at + 4) > TKVI_VERSIONS)
         return tkvi_refuse_saved_layer(l, "there are no tables of layer", layer);
@@ -44025,7 +44765,8 @@ static const uint8_t *tkvi_saved_table(const tkvi_saved_tables *t, int i) {
 /* Number of saved blocks with a version of the table. */
 static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t version) {
     int i, n = 0;
-    for (i = 0; i < list->n_blocks; i++) n += list->blocks[(size_t)i * TKVI_SAVED_BLOCK + 4] == version;
+    for (i = 0; i < list->n_block_runs; i++)
+        if (tkvi_saved_blocks(list, i)[4] == version) n += tkvi_saved_repeat(tkvi_saved_blocks(list, i));
     return n;
 }
 
@@ -44033,7 +44774,7 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     const int need = tkvi_table_parts(l->kv, layer);
     tkvi_saved_list list;
     tkvi_saved_tables t;
-    tkv_status st = tkvi_open_saved_list(l, layer, &list);
+    tkv_status st = tkvi_open_list(l, layer, &list);
     int i, n = 0, current = 0;
     unsigned seen = 0;
     if (!st) st = tkvi_open_saved_tables(l, layer, &t);
@@ -44053,8 +44794,7 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
             return tkvi_refuse_saved_model(l, "the sequence was saved without a part of the tables of layer",
                                            layer);
     }
-    for (i = 0; i < list.n_blocks; i++) n -= list.blocks[(size_t)i * TKVI_SAVED_BLOCK + 4] != TKVI_NO_VERSION;
-    return n || current > 1
+    return n != list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION) || current > 1
                ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
                : TKV_OK;
 }
@@ -44068,14 +44808,15 @@ typedef struct tkvi_table_map {
 } tkvi_table_map;
 
 /* 1 if a version of the layer's table has the bytes of a saved one. */
-static int tkvi_is_same_table(tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t, int i) {
+static int tkvi_is_same_table(const tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t,
+                              int i) {
     if (!l->kv->tables.version[version].bytes || t->parts != tkvi_table_parts(l->kv, layer)) return 0;
     (void)tkvi_save_table(l->kv, layer, version, t->parts, l->room);
     return memcmp(l->room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
 }
 
 /* Chooses versions. In a layer without a table the file's current one comes first. */
-static tkvi_table_map tkvi_map_tables(tkvi_loader *l, int layer, const tkvi_saved_list *list,
+static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
                                       const tkvi_saved_tables *t) {
     const int has_table = l->kv->tables.current_version[layer] >= 0;
     unsigned used = tkvi_used_versions(l->kv, layer), known = used;
@@ -44119,7 +44860,7 @@ static tkv_status tkvi_provide_tables(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i;
-    if (tkvi_open_saved_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
+    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
     map = tkvi_map_tables(l, layer, &list, &t);
     for (i = 0; i < TKVI_VERSIONS && tkvi_lacks_version(&map, &t); i++) {
         tkvi_retire_version(l->kv, layer);
@@ -44141,36 +44882,59 @@ static void tkvi_place_table(tkvi_loader *l, int layer, const tkvi_saved_tables 
 }
 
 /* >>blocks */
-/* Number of the saved table that a block has; -1: none. */
-static int tkvi_table_of_saved(const tkvi_saved_tables *t, const uint8_t *block) {
+/* Number of the saved table that a run of blocks has; -1: none. */
+static int tkvi_table_of_saved(const tkvi_saved_tables *t, const uint8_t *run) {
     int i;
-    for (i = 0; block[4] != TKVI_NO_VERSION && i < t->n; i++)
-        if (tkvi_load32(tkvi_saved_table(t, i)) == block[4]) return i;
+    for (i = 0; run[4] != TKVI_NO_VERSION && i < t->n; i++)
+        if (tkvi_load32(tkvi_saved_table(t, i)) == run[4]) return i;
     return -1;
 }
 
-/* The layout that saved block `block` gets here. */
-static int tkvi_layout_here(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
-                            const tkvi_table_map *map, const uint8_t *block) {
-    const int base = tkvi_layout_of_saved(l->kv, layer, block), table = tkvi_table_of_saved(t, block);
-    if (table < 0) return base;
-    return base + (map->version[table] >= 0 ? map->version[table] : l->kv->tables.current_version[layer]);
+/* What a load makes of a saved block. */
+typedef struct tkvi_landing {
+    const tkvi_layout *saved; /* with the table of version map->room, where the block is coded again */
+    int layout;               /* here */
+    int table;                /* number of the saved table, of blocks that are coded again; else -1 */
+    int is_attached;
+} tkvi_landing;
+
+/* run: of the block; i: the first entry with it. */
+static tkvi_landing tkvi_landing_of(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
+                                    const tkvi_saved_tables *t, const tkvi_table_map *map, const uint8_t *run,
+                                    int i) {
+    const int base = tkvi_layout_of_saved(l->kv, layer, run), table = tkvi_table_of_saved(t, run);
+    const int version = table < 0 ? 0 : map->version[table];
+    tkvi_landing to;
+    to.layout = base + (version >= 0 ? version : l->kv->tables.current_version[layer]);
+    to.table = version < 0 ? table : -1;
+    to.saved = &l->kv->tables.layout[base + (version >= 0 ? version : map->room)];
+    to.is_attached = version >= 0 && tkvi_stays_in_file(l, layer, list, i);
+    return to;
 }
 
-/* Adds the entries and slots of a file to a demand (tkvi_count_entries). */
+/* Adds the entries and slots of a file to a demand (tkvi_count_entries). The versions of tables are provided. */
 static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     tkvi_loader l = *(const tkvi_loader *)what;
-    int layer, i, longest = 0;
+    int layer, i, first, longest = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_block_cursor c = {NULL, 0, 0};
         tkvi_saved_list list;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_list(&l, layer, &list)) continue;
+        tkvi_saved_tables t;
+        tkvi_table_map map;
+        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(&l, layer, &list) ||
+            tkvi_open_saved_tables(&l, layer, &t))
+            continue;
+        map = tkvi_map_tables(&l, layer, &list, &t);
         longest = tkvi_max(longest, list.n);
         demand->entries += list.n;
-        for (i = 0; i < list.n_blocks; i++)
-            demand->slots[kv->tables
-                              .layout[tkvi_layout_of_saved(kv, layer,
-                                                           list.blocks + (size_t)i * TKVI_SAVED_BLOCK)]
-                              .size_class]++;
+        for (i = 0; i < list.n; i++) {
+            tkvi_landing to;
+            (void)tkvi_read_entry(&list, i, &first);
+            if (first != i) continue;
+            tkvi_next_saved_block(&list, &c);
+            to = tkvi_landing_of(&l, layer, &list, &t, &map, c.run, i);
+            if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class]++;
+        }
     }
     return longest;
 }
@@ -44196,34 +44960,82 @@ static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, 
         m->scores[t] = tkvi_load32(at + TKVI_SAVED_META + 4 * t);
 }
 
-/* Makes the entries of a layer, and their blocks without bytes. Cannot fail: all is provided. */
-static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list *from,
-                               const tkvi_saved_tables *t, const tkvi_table_map *map) {
+/* A block gets its bytes in the file as its source, of itself or of its exact copy. */
+static void tkvi_place_source(tkvi_loader *l, uint32_t number, tkvi_stored_as what, uint64_t at) {
+    tkvi_source_place *source = &l->kv->pool.source[number];
+    source->unit = (uint32_t)(at / 64);
+    source->file = l->attached;
+    source->what = (uint8_t)what;
+    source->is_verified = 0;
+    l->kv->pool.attached[l->attached - 1].n_sources++;
+}
+
+/* Makes the block of an entry that is the first with it. Its record is copied, unless it stays in the file or is to be
+ * coded again. */
+static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_block_cursor *c,
+                             uint32_t id) {
+    tkvi_pool *pool = &l->kv->pool;
+    const tkvi_layout *layout = &l->kv->tables.layout[to->layout];
+    const uint64_t at = tkvi_saved_record_at(c, to->saved);
+    uint32_t number;
+    if (to->is_attached) {
+        number = tkvi_new_number(pool, id, to->layout, tkvi_saved_first_position(c));
+        pool->block[number].page = TKVI_OFFLOADED;
+        pool->block[number].slot = 0;
+        pool->n_offloaded++;
+        tkvi_place_source(l, number, TKVI_ITSELF, at);
+        l->info.n_attached++;
+    } else {
+        uint8_t *slot;
+        tkvi_new_block(pool, id, to->layout, tkvi_saved_first_position(c));
+        number = pool->entry[id].block;
+        slot = tkvi_block_bytes(pool, &pool->block[number]);
+        memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
+        if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
+        if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
+            !pool->entry[id].has_anchors) {
+            tkvi_place_source(l, number, TKVI_COPY, at);
+            pool->block[number].copy_layout = (uint16_t)(to->layout + 1);
+        }
+    }
+    pool->block[number].tier = c->run[3];
+}
+
+/* Makes an entry for a block that an earlier entry of the list has. */
+static uint32_t tkvi_place_shared(tkvi_pool *pool, uint32_t first, const tkvi_entry *e, int tokens) {
+    const int had = pool->block[pool->entry[first].block].n_shared_slots;
+    const uint32_t id = tkvi_share_entry(pool, first, had);
+    tkvi_entry *mine = &pool->entry[id];
+    const uint32_t next = mine->next_holder;
+    *mine = *e;
+    mine->next_holder = next;
+    mine->block = pool->entry[first].block;
+    pool->block[mine->block].n_shared_slots = (uint8_t)tkvi_max(had, tokens);
+    return id;
+}
+
+/* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. Cannot fail: all is
+ * provided. */
+static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
+                               const tkvi_table_map *map) {
     tkv_cache *kv = l->kv;
     tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
     uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
-    int i, first, n_blocks = 0;
+    tkvi_block_cursor c = {NULL, 0, 0};
+    int i, first;
     for (i = 0; i < from->n; i++) {
         const tkvi_entry e = tkvi_read_entry(from, i, &first);
         const int tokens = (int)tkvi_saved_tokens(from, i, &e);
         if (first == i) {
-            const uint8_t *b = from->blocks + (size_t)n_blocks++ * TKVI_SAVED_BLOCK;
+            tkvi_landing to;
+            tkvi_next_saved_block(from, &c);
+            to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
             ids[i] = tkvi_take_entry(&kv->pool);
             kv->pool.entry[ids[i]] = e;
-            tkvi_new_block(&kv->pool, ids[i], tkvi_layout_here(l, layer, t, map, b), tkvi_saved_int(b + 8));
-            tkvi_block_of(kv, ids[i])->tier = b[3];
+            tkvi_place_block(l, layer, &to, &c, ids[i]);
             tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tokens;
         } else {
-            const int had = tkvi_block_of(kv, ids[first])->n_shared_slots;
-            tkvi_entry *mine;
-            uint32_t next;
-            ids[i] = tkvi_share_entry(&kv->pool, ids[first], had);
-            mine = &kv->pool.entry[ids[i]];
-            next = mine->next_holder;
-            *mine = e;
-            mine->next_holder = next;
-            mine->block = kv->pool.entry[ids[first]].block;
-            tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tkvi_max(had, tokens);
+            ids[i] = tkvi_place_shared(&kv->pool, ids[first], &e, tokens);
         }
         list->n = i + 1;
         tkvi_place_meta(l, from, i, ids[i]);
@@ -44238,49 +45050,39 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list 
     list->is_moved = from->is_moved;
 }
 
-/* table -1: copies the records of all blocks whose table has a version here, or that need none. Else codes the blocks
- * of this saved table again; map->room holds it. Returns 0 if the records have another size. */
-static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *from,
-                              const tkvi_saved_tables *t, const tkvi_table_map *map, int table) {
+/* Codes the blocks of a saved table again; version map->room has it. Returns 0 if one is damaged. */
+static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
+                             const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
     const uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
-    size_t at = 0;
-    int i, first, n_blocks = 0;
+    tkvi_block_cursor c = {NULL, 0, 0};
+    int i, first;
     for (i = 0; i < from->n; i++) {
         const tkvi_entry e = tkvi_read_entry(from, i, &first);
-        const uint8_t *saved = from->blocks + (size_t)n_blocks * TKVI_SAVED_BLOCK;
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const int of = tkvi_table_of_saved(t, saved), again = of >= 0 && map->version[of] < 0;
-        const tkvi_layout *to = &kv->tables.layout[b->layout], *c = to;
-        size_t n;
+        tkvi_landing to;
+        tkvi_recoding r;
+        const uint8_t *record;
         if (first != i) continue;
-        n_blocks++;
-        if (again) c = &kv->tables.layout[tkvi_layout_of_saved(kv, layer, saved) + map->room];
-        n = tkvi_record_bytes(c);
-        if (n > from->record_bytes - at || n > l->room_bytes) return 0;
-        if (!again && table < 0) {
-            uint8_t *slot = tkvi_block_bytes(&kv->pool, b);
-            memset(slot, 0, kv->tables.size_class[to->size_class].slot_bytes);
-            memcpy(slot, from->records + at, n);
-        } else if (again && of == table) {
-            tkvi_recoding r;
-            r.kv = kv;
-            r.from = c;
-            r.to = to;
-            r.layer = layer;
-            r.start = tkvi_saved_int(saved + 8);
-            r.live_mask = tkvi_slots_before((int)tkvi_saved_tokens(from, i, &e));
-            memcpy(l->room, from->records + at, n);
-            memset(tkvi_block_bytes(&kv->pool, b), 0, kv->tables.size_class[to->size_class].slot_bytes);
-            tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
-            l->info.n_recoded++;
-        }
-        at += n;
+        tkvi_next_saved_block(from, &c);
+        to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
+        if (to.table != table) continue;
+        record = tkvi_verify_record(l, to.saved, tkvi_saved_record_at(&c, to.saved));
+        if (!record) return 0;
+        r.kv = kv;
+        r.from = to.saved;
+        r.to = &kv->tables.layout[to.layout];
+        r.layer = layer;
+        r.start = b->first_position;
+        r.live_mask = tkvi_slots_before((int)tkvi_saved_tokens(from, i, &e));
+        memcpy(l->room, record, to.saved->bytes.total);
+        tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
+        l->info.n_recoded++;
     }
-    return at == from->record_bytes;
+    return 1;
 }
 
-/* Places tables, entries and blocks of a layer. Returns 0 if a record has a wrong size. */
+/* Places tables, entries and blocks of a layer. Returns 0 if a block is damaged. */
 static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkv_cache *kv = l->kv;
     const int had = kv->tables.current_version[layer];
@@ -44288,7 +45090,7 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i, fits = 1;
-    if (tkvi_open_saved_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
     map = tkvi_map_tables(l, layer, &list, &t);
     for (i = 0; i < t.n; i++) {
         if (!map.is_new[i]) continue;
@@ -44302,11 +45104,11 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     for (i = 0; i < t.n && fits; i++) {
         if (map.version[i] != -1) continue;
         tkvi_place_table(l, layer, &t, i, map.room);
-        fits = tkvi_place_records(l, layer, &list, &t, &map, i);
+        fits = tkvi_recode_saved(l, layer, &list, &t, &map, i);
     }
     for (i = 0; i < t.n; i++)
         if (map.is_new[i] && map.version[i] == map.room) tkvi_place_table(l, layer, &t, i, map.room);
-    return fits && tkvi_place_records(l, layer, &list, &t, &map, -1);
+    return fits;
 }
 
 /* >>states and tokens */
@@ -44327,7 +45129,7 @@ static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, int *layer, 
 }
 
 static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_STATES, 0);
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
     const uint8_t *bytes;
     size_t at = 0, size;
     int layer, n_tokens;
@@ -44343,7 +45145,7 @@ static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
 }
 
 static tkv_status tkvi_place_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_STATES, 0);
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
     const uint8_t *bytes;
     size_t at = 0, size;
     int layer, n_tokens;
@@ -44353,20 +45155,32 @@ static tkv_status tkvi_place_states(tkvi_loader *l) {
     return st;
 }
 
+/* Token i of the caller's. */
+static int tkvi_saved_token(const tkvi_loader *l, int i) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
+    return tkvi_saved_int(s.at + 4 * (size_t)(i % TKVI_SAVED_TOKENS_AT_ONCE));
+}
+
 static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_TOKENS, 0);
-    if (!s.at || s.n % 4 || s.n / 4 > (size_t)TKVI_FOREVER)
+    const int most = TKVI_SAVED_TOKENS_AT_ONCE;
+    int i;
+    if (l->n_tokens < 0) return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    for (i = 0; i <= (l->n_tokens - 1) / most && l->n_tokens; i++)
+        if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).n !=
+            4u * (size_t)tkvi_min(most, l->n_tokens - i * most))
+            return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).at)
         return tkvi_refuse_file(l, "saved tokens have a wrong size");
-    l->info.n_saved_tokens = (int)(s.n / 4);
-    if (l->p->tokens && l->p->token_capacity < l->info.n_saved_tokens)
-        return tkvi_fail(l->kv, TKV_ERR_CAPACITY,
-                         "token_capacity is too small; tokens saved:", l->info.n_saved_tokens, "");
+    l->info.n_saved_tokens = l->n_tokens;
+    if (l->p->tokens && l->p->token_capacity < l->n_tokens)
+        return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "token_capacity is too small; tokens saved:", l->n_tokens,
+                         "");
     return TKV_OK;
 }
 
 /* >>the whole */
-static tkv_status tkvi_verify_file(tkvi_loader *l) {
-    tkv_status st = tkvi_check_frame(l);
+static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+    tkv_status st = tkvi_check_frame(l, bytes, size);
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
@@ -44378,18 +45192,26 @@ static tkv_status tkvi_verify_file(tkvi_loader *l) {
     return st ? st : tkvi_check_saved_states(l);
 }
 
-/* Checks what was placed by the rules of tkv_check. */
+/* Checks what was placed by the rules of tkv_check: of a run of entries the first and the last one. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
     char reason[96] = "";
-    int layer;
+    int layer, i;
     k.kv = l->kv;
     k.reason = reason;
     k.size = sizeof reason;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        tkvi_saved_list list;
+        if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
         st = tkvi_check_ids(&k, l->p->seq, layer);
-        if (!st) st = tkvi_check_list(&k, l->p->seq, layer);
+        if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
+        for (i = 0; i < list.n && !st;) {
+            const int n = tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12);
+            st = tkvi_check_entry(&k, l->p->seq, layer, i);
+            if (!st && n > 1) st = tkvi_check_entry(&k, l->p->seq, layer, i + n - 1);
+            i += n;
+        }
     }
     return st ? tkvi_refuse_file(l, reason) : TKV_OK;
 }
@@ -44401,7 +45223,7 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
-            st = tkvi_refuse_saved_layer(l, "blocks have another size than their formats, layer", layer);
+            st = tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
@@ -44416,18 +45238,52 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     return st;
 }
 
+/* Provides the tables of sources and attached files. The file counts as a source of one block until the load ends. */
+static tkv_status tkvi_provide_attached(tkvi_loader *l) {
+    tkvi_pool *pool = &l->kv->pool;
+    uint32_t i = 0;
+    tkvi_attached *longer;
+    while (i < pool->n_attached && pool->attached[i].bytes) i++;
+    if (i == pool->n_attached) {
+        const size_t n = (size_t)i + 4;
+        if (n > 0xffff) return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "too many files are attached", 0, NULL);
+        longer = (tkvi_attached *)tkvi_get(pool->heap, n * sizeof *longer);
+        if (!longer)
+            return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
+        memset(longer, 0, n * sizeof *longer);
+        if (pool->attached) memcpy(longer, pool->attached, pool->n_attached * sizeof *longer);
+        tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *longer);
+        pool->attached = longer;
+        pool->n_attached = (uint32_t)n;
+    }
+    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
+        return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
+    pool->attached[i].bytes = l->file.bytes;
+    pool->attached[i].size = l->file.end;
+    pool->attached[i].n_sources = 1;
+    l->attached = (uint16_t)(i + 1);
+    return TKV_OK;
+}
+
+/* Ends the load's hold on an attached file. After an error the caller was never told to keep its bytes. */
+static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
+    tkvi_attached *file;
+    if (!TKVI_HAS_ATTACH || !l->attached) return;
+    file = &l->kv->pool.attached[l->attached - 1];
+    if (!st) {
+        file->release = l->p->release;
+        file->user = l->p->release_user;
+    }
+    if (--file->n_sources) return;
+    memset(file, 0, sizeof *file);
+    if (!st && l->p->release) l->p->release(l->p->release_user, l->file.bytes, l->file.end);
+}
+
 /* Provides all that the file needs. On failure no token has changed. */
 static tkv_status tkvi_provide_file(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
-    tkv_status st = TKV_OK;
-    int layer, i;
-    for (i = 0; i < kv->tables.n_layouts; i++) {
-        const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
-        l->room_bytes = slot > l->room_bytes ? slot : l->room_bytes;
-    }
-    if (tkvi_most_table_bytes(kv) > l->room_bytes) l->room_bytes = tkvi_most_table_bytes(kv);
-    l->room = (uint8_t *)tkvi_get(&kv->heap, l->room_bytes);
-    if (!l->room) return tkvi_refuse_no_memory(kv, "no memory to load sequence", l->p->seq, "");
+    tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
+    int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && tkvi_table_parts(kv, layer))
             st = tkvi_provide_tables(l, layer);
@@ -44435,11 +45291,16 @@ static tkv_status tkvi_provide_file(tkvi_loader *l) {
     return st;
 }
 
-static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes) {
+static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
     int layer, seq;
     if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
     if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
+    if (p->attach && !TKVI_HAS_ATTACH) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves out attach");
+    if (p->attach && (uintptr_t)bytes % 64)
+        return tkvi_fail(kv, TKV_ERR_ARG, "attached bytes must begin at a multiple of 64", 0, NULL);
+    if (p->attach && size / 64 > 0xffffffffu)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "an attached file has at most 256 GiB", 0, NULL);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
@@ -44455,31 +45316,29 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    tkvi_section tokens;
     tkv_status st;
+    uint8_t *taken = NULL;
     int i;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    st = tkvi_check_load(kv, p, bytes);
+    st = tkvi_check_load(kv, p, bytes, size);
     if (st) return st;
     memset(&l, 0, sizeof l);
     l.kv = kv;
     l.p = p;
-    l.bytes = (const uint8_t *)bytes;
-    l.size = size;
-    st = tkvi_verify_file(&l);
+    st = tkvi_verify_file(&l, (const uint8_t *)bytes, size);
+    if (!st) st = tkvi_take_room(kv, p->scratch, p->scratch_bytes, tkvi_room_for_piece(kv), &l.room, &taken);
     if (st) return st;
     kv->seq[p->seq].used = ++kv->call.clock;
     st = tkvi_provide_file(&l);
     if (!st) st = tkvi_place_file(&l);
-    if (l.room) tkvi_put(&kv->heap, l.room, l.room_bytes);
+    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
+    tkvi_release_attached(&l, st);
     tkvi_shrink_index(kv, p->seq);
     tkvi_trim(&kv->pool);
     if (st) return st;
     tkvi_remember_turns(kv, p->seq);
-    tokens = tkvi_find_section(&l, TKVI_SAVED_TOKENS, 0);
-    for (i = 0; i < l.info.n_saved_tokens && p->tokens; i++)
-        p->tokens[i] = tkvi_saved_int(tokens.at + 4 * (size_t)i);
+    for (i = 0; i < l.n_tokens && p->tokens; i++) p->tokens[i] = tkvi_saved_token(&l, i);
     l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;
     return tkvi_ok(kv);

@@ -1036,6 +1036,12 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  *     tkv_load_params load = {0};
  *     load.seq = 7, load.model = name, load.model_bytes = strlen(name);
  *     st = tkv_seq_load(kv, &load, buffer, bytes, NULL);     // sequence 7 was empty */
+typedef struct tkv_save_info {
+    size_t bytes; /* that this save writes */
+    size_t at; /* where they come in the file. 0: they are the whole file. Else cut it there, and add them */
+    size_t live;                /* bytes of a whole save; beyond twice as many, a journal begins anew */
+    int n_blocks, n_new_blocks; /* blocks of the sequence, all layers together; those that are written */
+} tkv_save_info;
 typedef struct tkv_save_params { /* fill with zeros first */
     int seq;
     const void *model; /* bytes that name the model and its weights; a load must give the same. May be NULL */
@@ -1043,6 +1049,15 @@ typedef struct tkv_save_params { /* fill with zeros first */
     const int *tokens; /* NULL, or [n_tokens] token numbers, which a load gives back */
     int n_tokens;
     int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
+    int length;      /* 0: all tokens; else the first ones, as tkv_seq_fork would take them */
+    /* NULL, or the bytes of a journal: a saved sequence, and what later saves added behind it. Only what changed since
+     * its last whole save is written, to be added at info->at. */
+    const void *former;
+    size_t former_bytes;
+    /* NULL, or memory for the call. In place a cache may have none to spare. An error says how many bytes it takes. */
+    void *scratch;
+    size_t scratch_bytes;
+    tkv_save_info *info; /* (may be NULL) is filled before the first byte is written */
 } tkv_save_params;
 typedef struct tkv_load_params { /* fill with zeros first */
     int seq;                     /* an empty sequence */
@@ -1050,12 +1065,23 @@ typedef struct tkv_load_params { /* fill with zeros first */
     size_t model_bytes;
     int *tokens; /* NULL, or room for the saved token numbers */
     int token_capacity;
+    int recover; /* 1: of a journal whose last save was cut or damaged, loads the whole save before it */
+    /* 1: archived blocks stay in `bytes`, which begin at a multiple of 64 and live until `release`, and are read there.
+     * Each is verified when it is read first. Of exact blocks the file then has the copies for tkv_promote. */
+    int attach;
+    void (*release)(void *user, const void *bytes,
+                    size_t size); /* (may be NULL) no block needs them any more */
+    void *release_user;
+    void *scratch; /* as in tkv_save_params */
+    size_t scratch_bytes;
 } tkv_load_params;
 typedef struct tkv_load_info {
     int n_tokens;       /* of the sequence */
     int n_saved_tokens; /* token numbers in the file */
     int n_tables;       /* tables that the cache did not have, all layers together */
     int n_recoded;      /* blocks coded again with the cache's table, as a layer has at most four */
+    int n_attached;     /* blocks that stay in the file, all layers together */
+    size_t end;         /* of the save in the file; behind it, with `recover`, is what was cut */
 } tkv_load_info;
 typedef int (*tkv_write_bytes)(void *user, const void *bytes,
                                size_t size); /* returns 0, or not 0 after a failure */

@@ -167,6 +167,7 @@
 #define tkv_rows TKV_NAME_(tkv_rows)
 #define tkv_samples TKV_NAME_(tkv_samples)
 #define tkv_save_calibration TKV_NAME_(tkv_save_calibration)
+#define tkv_save_info TKV_NAME_(tkv_save_info)
 #define tkv_save_params TKV_NAME_(tkv_save_params)
 #define tkv_scales TKV_NAME_(tkv_scales)
 #define tkv_score_params TKV_NAME_(tkv_score_params)

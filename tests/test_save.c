@@ -75,14 +75,63 @@ static void put_word(unsigned char *p, uint64_t x) {
     for (int i = 0; i < 8; i++) p[i] = (unsigned char)(x >> 8 * i & 255);
 }
 
+/* Where a file has its records: a second reader finds them by their checksums. */
+typedef struct drawn_records {
+    size_t at[400], bytes[400];
+    int n;
+} drawn_records;
+
+static uint64_t index_of(const unsigned char *at, size_t n) { return word_at(at + n - 40, 8); }
+static uint64_t count_of(const unsigned char *at, size_t n) { return word_at(at + n - 24, 4); }
+
+static void add_records(drawn_records *r, const unsigned char *at, size_t from, size_t stride,
+                        uint64_t repeat) {
+    for (; repeat > 0 && r->n < COUNT(r->at); repeat--, from += stride)
+        for (size_t bytes = stride - 8; bytes + 72 > stride; bytes--)
+            if (word_at(at + from + bytes, 8) == xxh64_of(at + from, bytes) + from) {
+                r->at[r->n] = from;
+                r->bytes[r->n++] = bytes;
+                break;
+            }
+}
+
+static drawn_records find_records(const unsigned char *at, size_t n) {
+    const unsigned char *index = at + index_of(at, n);
+    static drawn_records r;
+    int n_blocks = 0;
+    r.n = 0;
+    for (uint64_t i = 0; i < count_of(at, n); i++) {
+        const unsigned char *e = index + 32 * i, *list = at + word_at(e + 8, 8);
+        const uint64_t runs = word_at(list + 44, 4);
+        if (word_at(e, 4) != 5) continue;
+        const unsigned char *blocks = list + 48 + 48 * word_at(list + 40, 4);
+        for (uint64_t k = 0; k < runs; k++, blocks += 24) {
+            const uint64_t from = word_at(blocks + 16, 8), repeat = word_at(blocks + 12, 4);
+            size_t end = 0;
+            for (uint64_t j = 0; j < count_of(at, n) && !end; j++)
+                if (word_at(index + 32 * j, 4) == 4 && word_at(index + 32 * j + 4, 4) == word_at(e + 4, 4))
+                    end = (size_t)(word_at(index + 32 * j + 8, 8) + word_at(index + 32 * j + 16, 8));
+            if (k + 1 < runs && word_at(blocks + 40, 8) > from) end = (size_t)word_at(blocks + 40, 8);
+            add_records(&r, at, (size_t)from, (end - (size_t)from) / (size_t)repeat, repeat);
+            n_blocks += (int)repeat;
+        }
+    }
+    CHECK_EQ(r.n, n_blocks);
+    return r;
+}
+
 /* Repairs all checksums of a file of n bytes, as far as its index is readable. */
-static void repair_checksums(unsigned char *at, size_t n) {
-    const uint64_t index = word_at(at + n - 32, 8), count = word_at(at + n - 24, 4);
-    if (index > n - 32 || count > (n - 32 - index) / 32) return;
+static void repair_checksums(unsigned char *at, size_t n, const drawn_records *records) {
+    const uint64_t index = index_of(at, n), count = count_of(at, n);
+    for (int i = 0; records && i < records->n; i++)
+        put_word(at + records->at[i] + records->bytes[i],
+                 xxh64_of(at + records->at[i], records->bytes[i]) + records->at[i]);
+    if (index > n - 40 || count > (n - 40 - index) / 32) return;
     for (uint64_t i = 0; i < count; i++) {
         unsigned char *e = at + index + 32 * i;
         const uint64_t from = word_at(e + 8, 8), bytes = word_at(e + 16, 8);
-        if (from <= index && bytes <= index - from) put_word(e + 24, xxh64_of(at + from, (size_t)bytes));
+        if (from <= index && bytes <= index - from)
+            put_word(e + 24, word_at(e, 4) == 4 ? 0 : xxh64_of(at + from, (size_t)bytes));
     }
     put_word(at + n - 16, xxh64_of(at + index, n - 16 - (size_t)index));
 }
@@ -101,10 +150,11 @@ TEST(the_drawn_frame_is_there) {
     CHECK(word_at(file + 16, 8) == xxh64_of((const unsigned char *)model_name, sizeof model_name));
     CHECK_EQ(word_at(file + 24, 4), LAYERS);
     CHECK_EQ(word_at(file + 28, 4), 300);
-    CHECK_EQ(word_at(file + n - 24, 4),
-             4 + 3 * LAYERS); /* head, model, tokens, states; three of each layer */
+    CHECK_EQ(count_of(file, n), 3 + 3 * LAYERS); /* head, model, states; three of each layer */
+    const drawn_records records = find_records(file, n);
+    CHECK(records.n > LAYERS);
     memcpy(other_file, file, n);
-    repair_checksums(other_file, n);
+    repair_checksums(other_file, n, &records);
     CHECK_MEM(file, other_file, n); /* all checksums were right, by another XXH64 */
     tkv_destroy(kv);
 }
@@ -134,6 +184,28 @@ static void check_same_bits(tkv_cache *a, int seq_a, tkv_cache *b, int seq_b, co
     CHECK_MSG(p.n == q.n && memcmp(p.bytes, q.bytes, p.n) == 0, "%s: tokens differ", what);
     free(p.bytes);
     free(q.bytes);
+}
+
+/* The same without tkv_layer_info, which counts blocks outside RAM. */
+static void check_same_tokens(tkv_cache *a, tkv_cache *b, int seq, const char *what) {
+    static float k[2][64 * KV_HEADS * DIM], v[2][64 * KV_HEADS * V_DIM];
+    const answers x = ask(a, seq), y = ask(b, seq);
+    CHECK_MSG(memcmp(&x, &y, sizeof x) == 0, "%s: attention differs", what);
+    for (int layer = 0; layer < LAYERS; layer++) {
+        tkv_layer_info info;
+        const int len = tkv_get_length(a, seq, layer);
+        CHECK_EQ(tkv_get_layer(a, seq, layer, &info), TKV_OK);
+        CHECK_EQ(tkv_get_length(b, seq, layer), len);
+        for (int from = info.expired; from < len; from += 64) {
+            const int n = len - from < 64 ? len - from : 64;
+            memset(k, 0, sizeof k);
+            memset(v, 0, sizeof v);
+            CHECK_EQ(tkv_read(a, seq, layer, from, n, k[0], v[0]), TKV_OK);
+            CHECK_EQ(tkv_read(b, seq, layer, from, n, k[1], v[1]), TKV_OK);
+            CHECK_MSG(memcmp(k[0], k[1], sizeof k[0]) == 0 && memcmp(v[0], v[1], sizeof v[0]) == 0,
+                      "%s: tokens from %d of layer %d differ", what, from, layer);
+        }
+    }
 }
 
 static tkv_config config_number(int i) {
@@ -430,6 +502,374 @@ TEST(a_callback_gets_the_same_bytes) {
     tkv_destroy(kv);
 }
 
+/* >>the first tokens */
+/* A save of the first tokens is what a fork with as many tokens has. */
+TEST(first_tokens_are_saved) {
+    for (int i = 0; i < 9; i++) {
+        tkv_config cfg = i < 8 ? config_number(i) : make_config(LAYERS, SEQS);
+        if (i == 8)
+            cfg.evict.policy = TKV_EVICT_SLIDING, cfg.tiers.n_anchors = 8, cfg.importance.sample_every = 1;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        const tkv_load_params load = load_params(2);
+        tkv_save_params save = save_params(0);
+        uint64_t victims[8] = {0};
+        tkv_evict_params evict;
+        memset(&evict, 0, sizeof evict);
+        evict.layer = TKV_ALL_LAYERS;
+        evict.victims = victims;
+        evict.n_victims = 500;
+        for (int t = 90; t < 400; t += 3) victims[t / 64] |= (uint64_t)1 << t % 64;
+        for (int n = 0; n < 14; n++) {
+            CHECK_EQ(append_to_all_layers(a, 0, 1, 50, 50), TKV_OK);
+            (void)ask(a, 0);
+        }
+        if (i == 8) CHECK_EQ(tkv_evict(a, &evict), TKV_OK);
+        for (int n = 3; n < 900; n += 61) {
+            size_t bytes = 0, again = 0;
+            const tkv_status st = tkv_seq_fork(a, 0, 1, n);
+            save.length = n;
+            CHECK_EQ(tkv_seq_save(a, &save, file, sizeof file, &bytes), st);
+            if (st) continue; /* tokens have expired */
+            CHECK_EQ(tkv_seq_reset(b, 2), TKV_OK);
+            CHECK_MSG(tkv_seq_load(b, &load, file, bytes, NULL) == TKV_OK, "%d: %s", i,
+                      tkv_get_last_error(b));
+            CHECK_EQ(tkv_get_length(b, 2, 0), n < 700 ? n : 700);
+            check_cache_at(b, "first tokens", n);
+            const answers x = ask(a, 1), y = ask(b, 2);
+            CHECK_MSG(memcmp(&x, &y, sizeof x) == 0, "config %d, %d tokens: attention differs", i, n);
+            save.seq = 1, save.length = 0;
+            CHECK_EQ(tkv_seq_save(a, &save, other_file, sizeof other_file, &again), TKV_OK);
+            save.seq = 0;
+            if (i != 8) CHECK_EQ(again, bytes);
+        }
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* >>journals */
+typedef struct journal {
+    unsigned char *bytes;
+    size_t n, room, written;
+    tkv_save_info info;
+} journal;
+
+static int write_to_journal(void *user, const void *bytes, size_t size) {
+    journal *j = (journal *)user;
+    if (!j->written) j->n = j->info.at;
+    j->written += size;
+    if (size > j->room - j->n) return 1;
+    memcpy(j->bytes + j->n, bytes, size);
+    j->n += size;
+    return 0;
+}
+
+/* The save reads the journal while it writes behind it, so a new beginning goes to a copy. */
+static tkv_status add_to_journal(tkv_cache *kv, journal *j, tkv_save_params p) {
+    unsigned char *former = (unsigned char *)malloc(j->n + 1);
+    memcpy(former, j->bytes, j->n);
+    p.former = former;
+    p.former_bytes = j->n;
+    p.info = &j->info;
+    j->written = 0;
+    const tkv_status st = tkv_seq_save_to(kv, &p, write_to_journal, j);
+    free(former);
+    return st;
+}
+
+/* A chat grows, is cut back and changes. Each save can be loaded. The file stays below twice its live bytes. */
+TEST(journals_grow_and_begin_anew) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    const int saves = tkv_test_quick() ? 60 : 300;
+    static int tokens[20000], back[20000];
+    journal j = {other_file, 0, MOST, 0, {0, 0, 0, 0, 0}};
+    int n = 0, n_anew = 0, most_new = 0;
+    double sum = 0.0, whole = 0.0;
+    cfg.limits.max_tokens = 20000;
+    cfg.model.rope.dim = 12;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_rng rng = tkv_rng_seed(4);
+    for (int i = 0; i < saves; i++) {
+        tkv_save_params p = save_params(0);
+        tkv_load_params load = load_params(1);
+        tkv_load_info info;
+        const int more = 1 + tkv_rng_below(&rng, 40);
+        if (i % 50 == 49) {
+            n -= n / 3;
+            CHECK_EQ(tkv_seq_truncate(a, 0, n), TKV_OK);
+        }
+        for (int t = 0; t < more; t++) tokens[n + t] = tkv_rng_below(&rng, 1000);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, more, 20), TKV_OK);
+        n += more;
+        p.tokens = tokens;
+        p.n_tokens = n;
+        CHECK_MSG(add_to_journal(a, &j, p) == TKV_OK, "%s", tkv_get_last_error(a));
+        CHECK_EQ(j.info.at + j.info.bytes, j.n);
+        CHECK(j.n <= 2 * j.info.live);
+        n_anew += i && !j.info.at;
+        sum += (double)j.info.bytes;
+        whole += (double)j.info.live;
+        if (j.info.at && j.info.n_new_blocks > most_new) most_new = j.info.n_new_blocks;
+        load.tokens = back;
+        load.token_capacity = 20000;
+        CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+        CHECK_MSG(tkv_seq_load(b, &load, j.bytes, j.n, &info) == TKV_OK, "%s", tkv_get_last_error(b));
+        CHECK_EQ(info.n_saved_tokens, n);
+        CHECK_MEM(tokens, back, (size_t)n * sizeof *back);
+        const answers x = ask(a, 0), y = ask(b, 1);
+        CHECK(memcmp(&x, &y, sizeof x) == 0);
+        if (i % 20 == 0) check_cache_at(b, "journal", i);
+    }
+    printf("    %d saves, %d begun anew, %.1f %% of the bytes of whole saves\n", saves, n_anew,
+           100.0 * sum / whole);
+    CHECK(n_anew > 0);
+    CHECK(sum < .5 * whole);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Cut at any byte, a journal still has the last whole save. Without `recover` that is an error. */
+TEST(cut_journals_have_the_last_whole_save) {
+    tkv_config cfg = make_config(1, 2);
+    journal j = {other_file, 0, MOST, 0, {0, 0, 0, 0, 0}};
+    size_t ends[4];
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.model.n_heads = cfg.model.n_kv_heads = 1;
+    cfg.model.head_dim = cfg.model.v_head_dim = 4;
+    cfg.limits.max_append = 640;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    static float x[800 * 4];
+    tkv_rng rng = tkv_rng_seed(3);
+    tkv_rng_fill(&rng, x, 800 * 4, 1.0);
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQ(tkv_append(a, 0, 0, x + 40 * i, x, i ? 9 : 640), TKV_OK);
+        CHECK_EQ(add_to_journal(a, &j, save_params(0)), TKV_OK);
+        CHECK(i == 0 || j.info.at == ends[i - 1]);
+        ends[i] = j.n;
+    }
+    for (size_t n = 0; n <= j.n; n++) {
+        tkv_load_params load = load_params(0);
+        tkv_load_info info;
+        int whole = 0;
+        while (whole < 4 && ends[whole] <= n) whole++;
+        const int is_end = whole && ends[whole - 1] == n;
+        CHECK_EQ(tkv_seq_load(b, &load, j.bytes, n, NULL), is_end ? TKV_OK : TKV_ERR_DATA);
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        load.recover = 1;
+        CHECK_EQ(tkv_seq_load(b, &load, j.bytes, n, &info), whole ? TKV_OK : TKV_ERR_DATA);
+        if (whole) CHECK_EQ(info.end, ends[whole - 1]);
+        CHECK_EQ(tkv_get_length(b, 0, 0), whole ? 640 + 9 * (whole - 1) : 0);
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+    }
+    /* each flipped bit of the last save gives an error or, with `recover`, the save before it */
+    int n_wrong = 0, n_before = 0;
+    for (size_t i = 8 * ends[2]; i < 8 * j.n; i++) {
+        tkv_load_params load = load_params(0);
+        j.bytes[i / 8] ^= (unsigned char)(1u << i % 8);
+        n_wrong += tkv_seq_load(b, &load, j.bytes, j.n, NULL) != TKV_ERR_DATA;
+        load.recover = 1;
+        const tkv_status st = tkv_seq_load(b, &load, j.bytes, j.n, NULL);
+        n_wrong += st != TKV_ERR_DATA && (st || tkv_get_length(b, 0, 0) != 658);
+        n_before += st == TKV_OK;
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        j.bytes[i / 8] ^= (unsigned char)(1u << i % 8);
+    }
+    CHECK_EQ(n_wrong, 0);
+    CHECK(n_before > 0);
+    /* a save behind a cut one begins where the last whole one ends */
+    j.n -= 100;
+    CHECK_EQ(add_to_journal(a, &j, save_params(0)), TKV_OK);
+    CHECK_EQ(j.info.at, ends[2]);
+    CHECK_EQ(j.n, ends[3]);
+    CHECK_EQ(add_to_journal(a, &j, save_params(1)), TKV_OK); /* another sequence: nothing of it was there */
+    j.n = 70;
+    CHECK_EQ(add_to_journal(a, &j, save_params(0)), TKV_ERR_DATA);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* >>attached files */
+static int n_released;
+
+static void count_release(void *user, const void *bytes, size_t size) {
+    CHECK(user == &n_released);
+    CHECK(bytes != NULL && size > 0);
+    n_released++;
+}
+
+static unsigned char *aligned_in(unsigned char *at) { return at + (64 - (uintptr_t)at % 64) % 64; }
+
+static tkv_load_params attach_params(int seq) {
+    tkv_load_params p = load_params(seq);
+    p.attach = 1;
+    p.release = count_release;
+    p.release_user = &n_released;
+    return p;
+}
+
+/* An attached sequence and a loaded one go through the same calls and give the same bits. */
+TEST(attached_sequences_give_the_same_bits) {
+    unsigned char *at = aligned_in(file);
+    for (int i = 0; i < 9; i++) {
+        tkv_config cfg = config_number(i < 8 ? i : 0);
+        if (i == 8) cfg.tiers.hot_tokens = TKV_UNLIMITED;
+        cfg.limits.max_tokens = 4000;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg), *c = create_cache(&cfg);
+        const tkv_load_params load = load_params(0), attach = attach_params(0);
+        tkv_load_info info;
+        tkv_memory_info loaded, attached;
+        char what[40];
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 1900, 50), TKV_OK);
+        const size_t bytes = save_sequence(a, 0, at);
+        n_released = 0;
+        CHECK_EQ(tkv_seq_load(b, &load, at, bytes, NULL), TKV_OK);
+        CHECK_EQ(tkv_seq_load(c, &attach, at, bytes, &info), TKV_OK);
+        if (cfg.model.window) CHECK_EQ(info.n_attached, 0);
+        else CHECK(info.n_attached > LAYERS * 10);
+        check_cache_at(c, "attached", i);
+        check_same_tokens(b, c, 0, "attached");
+        CHECK_EQ(tkv_get_memory(b, &loaded), TKV_OK);
+        CHECK_EQ(tkv_get_memory(c, &attached), TKV_OK);
+        if (info.n_attached) CHECK(attached.total < loaded.total);
+        if (info.n_attached) CHECK_EQ(n_released, 0);
+        for (int step = 0; step < 4; step++) {
+            tkv_cache *caches[2] = {b, c};
+            for (int k = 0; k < 2; k++) {
+                CHECK_EQ(append_to_all_layers(caches[k], 0, 2, 130, 13), TKV_OK);
+                if (step == 1)
+                    CHECK_EQ(tkv_seq_fork(caches[k], 0, 1, 700), cfg.model.window ? TKV_ERR_RANGE : TKV_OK);
+                if (step == 2)
+                    CHECK_EQ(tkv_seq_truncate(caches[k], 0, cfg.model.window ? 2200 : 1111), TKV_OK);
+            }
+            snprintf(what, sizeof what, "config %d, step %d", i, step);
+            check_same_tokens(b, c, 0, what);
+            if (step > 1 && !cfg.model.window) check_same_tokens(b, c, 1, "attached, forked");
+            check_cache_at(c, "attached, later", step);
+        }
+        CHECK_EQ(save_sequence(b, 0, other_file),
+                 save_sequence(c, 0, other_file + MOST / 2)); /* read from the file */
+        CHECK_MEM(other_file, other_file + MOST / 2, 1000);
+        CHECK_EQ(tkv_seq_reset(c, 0), TKV_OK);
+        if (info.n_attached) CHECK_EQ(n_released, 0);
+        CHECK_EQ(tkv_seq_reset(c, 1), TKV_OK);
+        CHECK_EQ(n_released, 1);
+        check_cache_at(c, "released", i);
+        CHECK_EQ(tkv_seq_load(c, &attach, at, bytes, NULL), TKV_OK);
+        tkv_destroy(a);
+        tkv_destroy(b);
+        tkv_destroy(c);
+        CHECK_EQ(n_released, 2);
+    }
+}
+
+/* Blocks are verified when attention reads them first, and blocks that it does not read are not. */
+TEST(attached_blocks_are_verified_at_first_use) {
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    unsigned char *at = aligned_in(file);
+    static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params attach = attach_params(0), load = load_params(0);
+    tkv_load_info info;
+    int n_found = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, at);
+    const drawn_records records = find_records(at, bytes);
+    for (int i = 0; i < records.n; i++) {
+        unsigned char *damaged = at + records.at[i] + 40;
+        n_released = 0;
+        *damaged ^= 16;
+        CHECK_EQ(tkv_seq_load(b, &load, at, bytes, NULL), TKV_ERR_DATA);
+        const tkv_status st = tkv_seq_load(b, &attach, at, bytes, &info);
+        if (st) CHECK_EQ(st, TKV_ERR_DATA); /* a block that comes into RAM is verified at once */
+        CHECK_EQ(n_released, 0);
+        for (int layer = 0, n_failed = 0; layer < LAYERS && !st; layer++) {
+            n_failed += tkv_attend(b, 0, layer, q, 1, out) == TKV_ERR_DATA;
+            CHECK(n_failed <= 1);
+            n_found += layer == LAYERS - 1 && n_failed == 1;
+        }
+        *damaged ^= 16;
+        for (int layer = 0; layer < LAYERS && !st; layer++)
+            CHECK_EQ(tkv_attend(b, 0, layer, q, 1, out), TKV_OK); /* it is verified once it is right */
+        *damaged ^= 16;
+        for (int layer = 0; layer < LAYERS && !st; layer++)
+#if defined(__GNUC__)
+            CHECK_EQ(tkv_attend(b, 0, layer, q, 1, out), TKV_OK); /* and then not again */
+#endif
+        *damaged ^= 16;
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+    }
+    CHECK_EQ(n_found, info.n_attached);
+    CHECK(n_found > 3 * LAYERS);
+    CHECK_EQ(tkv_seq_load(b, &attach, at + 8, bytes, NULL), TKV_ERR_ARG);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Exact blocks of an attached file are the sources of tkv_promote after they were coded. */
+TEST(attached_files_have_exact_copies) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    unsigned char *at = aligned_in(file);
+    tkv_load_params attach = attach_params(0);
+    tkv_load_info info;
+    int n_promoted = 0;
+    cfg.tiers.hot_tokens = 512;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, at);
+    n_released = 0;
+    CHECK_EQ(tkv_seq_load(b, &attach, at, bytes, &info), TKV_OK);
+    CHECK_EQ(append_to_all_layers(b, 0, 1, 900, 50), TKV_OK); /* goes on with the same tokens */
+    for (int t = 100; t < 900; t += 64) {
+        const tkv_status st = tkv_promote(b, 0, 1, t);
+        CHECK(st == TKV_OK || st == TKV_ERR_NO_SOURCE);
+        if (st || t < 500) continue; /* older ones come back as they were saved */
+        n_promoted++;
+        check_read(b, 0, 1, 1, t, 1, TKV_F16);
+    }
+    CHECK(n_promoted >= 5);
+    check_cache_at(b, "promoted", 0);
+    CHECK_EQ(tkv_seq_truncate(b, 0, 700), TKV_OK);
+    CHECK_EQ(append_to_all_layers(b, 0, 3, 900, 50), TKV_OK);
+    check_cache_at(b, "promoted, later", 0);
+    CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+    CHECK_EQ(n_released, 1);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* In place a cache has no memory to spare: the caller gives it. */
+TEST(scratch_memory_of_the_caller) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    static unsigned char scratch[1 << 16];
+    void *arena = NULL;
+    size_t in_place = 0, bytes = 0;
+    tkv_cache *kv = NULL;
+    tkv_save_params save = save_params(0);
+    tkv_load_params load = load_params(1);
+    cfg.limits.max_tokens = 2000;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &in_place, NULL), TKV_OK);
+    arena = malloc(in_place);
+    CHECK_EQ(tkv_create_in_place(&cfg, arena, in_place, &kv, NULL, 0), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 1500, 50), TKV_OK);
+    save.scratch = scratch;
+    save.scratch_bytes = 100;
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &bytes), TKV_ERR_CAPACITY);
+    CHECK(strstr(tkv_get_last_error(kv), "scratch is too small; bytes needed") != NULL);
+    save.scratch_bytes = sizeof scratch;
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &bytes), TKV_OK);
+    load.scratch = scratch + 1;
+    load.scratch_bytes = sizeof scratch - 1;
+    CHECK_MSG(tkv_seq_load(kv, &load, file, bytes, NULL) == TKV_OK, "%s", tkv_get_last_error(kv));
+    check_cache_at(kv, "in place", 0);
+    check_same_bits(kv, 0, kv, 1, "in place");
+    load.seq = 2;
+    load.attach = 1;
+    CHECK_EQ(tkv_seq_load(kv, &load, aligned_in(file), bytes, NULL),
+             aligned_in(file) == file ? TKV_ERR_CAPACITY : TKV_ERR_DATA);
+    tkv_destroy(kv);
+    free(arena);
+}
+
 /* >>damaged files */
 /* A small file: 80 tokens of one layer. */
 static tkv_config tiny_config(void) {
@@ -483,12 +923,13 @@ TEST(hostile_files_with_right_checksums) {
     tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
     const tkv_load_params load = load_params(0);
     CHECK_EQ(append_to_all_layers(a, 0, 1, 500, 50), TKV_OK);
-    const size_t bytes = save_sequence(a, 0, file), index = (size_t)word_at(file + bytes - 32, 8);
+    const size_t bytes = save_sequence(a, 0, file), index = (size_t)index_of(file, bytes);
+    const drawn_records records = find_records(file, bytes);
     for (int i = 0; i < n; i++) {
         memcpy(other_file, file, bytes);
         for (int k = 1 + tkv_rng_below(&rng, 3); k > 0; k--) {
             /* mostly lists and headers of blocks, seldom records */
-            const unsigned char *e = file + index + 32 * (size_t)tkv_rng_below(&rng, 4 + 3 * LAYERS);
+            const unsigned char *e = file + index + 32 * (size_t)tkv_rng_below(&rng, 3 + 3 * LAYERS);
             const size_t from = (size_t)word_at(e + 8, 8), size = (size_t)word_at(e + 16, 8);
             const size_t at = tkv_rng_below(&rng, 8) == 0
                                   ? index + (size_t)tkv_rng_below(&rng, (int)(bytes - index))
@@ -500,7 +941,7 @@ TEST(hostile_files_with_right_checksums) {
                     other_file[(at & ~(size_t)3) + (size_t)c] =
                         (unsigned char)(numbers[tkv_rng_below(&rng, COUNT(numbers))] >> 8 * c & 255);
         }
-        repair_checksums(other_file, bytes);
+        repair_checksums(other_file, bytes, &records);
         const tkv_status st = tkv_seq_load(b, &load, other_file, bytes, NULL);
         if (st == TKV_OK) {
             n_loaded++;
@@ -602,6 +1043,13 @@ int main(int argc, char **argv) {
     RUN(tables_of_many_caches);
     RUN(offloaded_blocks_are_saved);
     RUN(a_callback_gets_the_same_bytes);
+    RUN(first_tokens_are_saved);
+    RUN(journals_grow_and_begin_anew);
+    RUN(cut_journals_have_the_last_whole_save);
+    RUN(attached_sequences_give_the_same_bits);
+    RUN(attached_blocks_are_verified_at_first_use);
+    RUN(attached_files_have_exact_copies);
+    RUN(scratch_memory_of_the_caller);
     RUN(each_flipped_bit_and_each_cut_is_found);
     RUN(hostile_files_with_right_checksums);
     RUN(each_allocation_of_a_load_fails_once);

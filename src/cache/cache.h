@@ -398,12 +398,16 @@ static int tkvi_has_all_slots(const tkvi_entry *e) {
     return !e->evicted_mask && !e->first_slot && !e->n_packed;
 }
 
-/* Position of the token in a slot of entry `id`. */
+/* Index of the token in a slot of an entry that lists indices. */
+static int tkvi_listed_index(const tkvi_entry *e, const tkvi_token_meta *m, int slot) {
+    return e->has_anchors ? m->index.any[slot] : e->start + m->index.after_start[slot];
+}
+
+/* Index of the token in a slot of entry `id`. */
 static int tkvi_slot_index(const tkv_cache *kv, uint32_t id, int slot) {
     const tkvi_entry *e = &kv->pool.entry[id];
     if (!TKVI_HAS_EVICT || !e->n_packed) return e->start + slot - e->first_slot;
-    return e->has_anchors ? kv->pool.token_meta[id].index.any[slot]
-                          : e->start + kv->pool.token_meta[id].index.after_start[slot];
+    return tkvi_listed_index(e, &kv->pool.token_meta[id], slot);
 }
 
 static void tkvi_set_slot_index(tkv_cache *kv, uint32_t id, int slot, int position) {
@@ -941,6 +945,8 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
     if (TKVI_HAS_METER && kv->meter) kv->meter->seq = TKV_NO_SEQ;
     tkvi_wipe_work_space(kv);
     tkvi_put(&kv->heap, kv->pool.page, kv->pool.page_cap * sizeof(tkvi_page));
+    tkvi_put(&kv->heap, kv->pool.source, kv->pool.source_cap * sizeof(tkvi_source_place));
+    tkvi_put(&kv->heap, kv->pool.attached, kv->pool.n_attached * sizeof(tkvi_attached));
     tkvi_put(&kv->heap, kv->pool.block, kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++)
         tkvi_put(&kv->heap, kv->seq[s].block,

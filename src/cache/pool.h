@@ -86,6 +86,23 @@ typedef struct tkvi_token_meta {
     int moved_at;         /* 0, or 1 + the length of the list when the block last changed its tier */
 } tkvi_token_meta;
 
+/* Saved bytes of the caller's, which blocks are read from where they lie (tkv_load_params.attach). */
+typedef struct tkvi_attached {
+    const uint8_t *bytes; /* NULL: this place is free */
+    size_t size;
+    uint32_t n_sources; /* blocks that have it as their source */
+    void (*release)(void *user, const void *bytes, size_t size);
+    void *user;
+} tkvi_attached;
+
+/* Where attached bytes have a block, or the exact copy of a block in RAM. */
+typedef struct tkvi_source_place {
+    uint32_t unit;       /* of 64 bytes: where the record begins */
+    uint16_t file;       /* 1 + its place in tkvi_pool.attached; 0: no source */
+    uint8_t what;        /* tkvi_stored_as */
+    uint8_t is_verified; /* 1: its checksum was right; set by readers (tkvi_read_attached) */
+} tkvi_source_place;
+
 typedef struct tkvi_pool {
     tkvi_heap *heap;
     const tkvi_tables *tables;
@@ -103,12 +120,15 @@ typedef struct tkvi_pool {
     uint32_t free_entry, free_block;         /* first free numbers */
     uint32_t n_offloaded;                    /* live blocks without bytes in RAM, discarded ones included */
     uint32_t n_discarded;                    /* live blocks that must be recomputed */
-    uint32_t n_late;          /* blocks that wait to be coded for their holders (tkvi_is_late) */
-    uint16_t first_copy_mark; /* copy_mark of new entries: the last one of the entries that were freed */
-    uint64_t marks;           /* last mark given out, 47 bits (reclaim/offload.h) */
-    uint32_t *partial_pages;  /* per class: first page of the partial-page list */
-    int64_t *used_slots;      /* per class: slots in use */
-    int64_t *reserved_slots;  /* per class: slots reserved by tkv_seq_reserve, all sequences */
+    uint32_t n_late;           /* blocks that wait to be coded for their holders (tkvi_is_late) */
+    uint16_t first_copy_mark;  /* copy_mark of new entries: the last one of the entries that were freed */
+    uint64_t marks;            /* last mark given out, 47 bits (reclaim/offload.h) */
+    tkvi_source_place *source; /* [source_cap] by block number; NULL: nothing was attached */
+    tkvi_attached *attached;   /* [n_attached] */
+    uint32_t source_cap, n_attached;
+    uint32_t *partial_pages; /* per class: first page of the partial-page list */
+    int64_t *used_slots;     /* per class: slots in use */
+    int64_t *reserved_slots; /* per class: slots reserved by tkv_seq_reserve, all sequences */
 } tkvi_pool;
 
 /* >>pages */
@@ -188,6 +208,20 @@ static void tkvi_link_free_blocks(tkvi_pool *pool, uint32_t from) {
     }
 }
 
+/* Makes the table of sources as long as that of blocks. */
+static int tkvi_grow_sources(tkvi_pool *pool, uint32_t cap) {
+    tkvi_source_place *longer;
+    if (cap <= pool->source_cap) return 1;
+    longer = (tkvi_source_place *)tkvi_get(pool->heap, cap * sizeof *longer);
+    if (!longer) return 0;
+    memset(longer, 0, cap * sizeof *longer);
+    if (pool->source) memcpy(longer, pool->source, pool->source_cap * sizeof *longer);
+    tkvi_put(pool->heap, pool->source, pool->source_cap * sizeof *longer);
+    pool->source = longer;
+    pool->source_cap = cap;
+    return 1;
+}
+
 static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const size_t entry = tkvi_block_entry_bytes(&pool->tables->cfg);
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
@@ -197,6 +231,7 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     uint8_t *bigger;
     if (n_entries <= old_cap) return 1;
     if (!tkvi_mul(cap, entry, &bytes)) return 0;
+    if (TKVI_HAS_ATTACH && pool->source && !tkvi_grow_sources(pool, cap)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
@@ -386,20 +421,15 @@ static void tkvi_give_slot(tkvi_pool *pool, uint32_t page, int slot) {
 }
 
 /* >>blocks and entries */
-/* Takes a number and a slot for a new block, which entry `holder` holds alone. There is a free number: no block is
- * without entry, and this entry holds none or shared one. */
-static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
+/* Takes a number for a new block, which entry `holder` holds alone. There is a free number: no block is without entry,
+ * and this entry holds none or shared one. */
+static uint32_t tkvi_new_number(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
     const uint32_t id = pool->free_block;
     tkvi_block *b = &pool->block[id];
     tkvi_entry *e = &pool->entry[holder];
-    uint32_t page;
-    int slot;
     TKVI_ASSERT(id != TKVI_NIL);
     pool->free_block = b->page;
-    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
     b->refs = 1;
-    b->page = page;
-    b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;
     b->first_position = first_position;
     b->previous_layout = 0;
@@ -410,6 +440,17 @@ static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int fir
     e->block = id;
     e->next_holder = holder;
     e->is_first = 1;
+    return id;
+}
+
+/* Takes a number and a slot for a new block, which entry `holder` holds alone. */
+static void tkvi_new_block(tkvi_pool *pool, uint32_t holder, int layout, int first_position) {
+    const uint32_t id = tkvi_new_number(pool, holder, layout, first_position);
+    uint32_t page;
+    int slot;
+    tkvi_take_slot(pool, pool->tables->layout[layout].size_class, id, &page, &slot);
+    pool->block[id].page = page;
+    pool->block[id].slot = (uint16_t)slot;
 }
 
 static uint32_t tkvi_take_entry(tkvi_pool *pool) {
@@ -529,15 +570,35 @@ static void tkvi_erase_key(const tkvi_pool *pool, uint32_t id, tkvi_stored_as wh
     if (TKVI_HAS_OFFLOAD && s->erase) s->erase(s->user, tkvi_store_key(id, what));
 }
 
+/* 1 if the block or its exact copy lies in attached bytes. */
+static int tkvi_is_attached(const tkvi_pool *pool, uint32_t id, tkvi_stored_as what) {
+    return TKVI_HAS_ATTACH && pool->source && pool->source[id].file && pool->source[id].what == (uint8_t)what;
+}
+
+/* A block does not need its attached bytes any more. The last one gives them back to the caller. */
+static void tkvi_forget_source(tkvi_pool *pool, uint32_t id) {
+    tkvi_source_place *source = &pool->source[id];
+    tkvi_attached *file = &pool->attached[source->file - 1];
+    const tkvi_attached was = *file;
+    memset(source, 0, sizeof *source);
+    if (--file->n_sources) return;
+    memset(file, 0, sizeof *file);
+    if (was.release) was.release(was.user, was.bytes, was.size);
+}
+
 /* Erases the exact copy in the store. Needed when tokens of the block move to other slots, or the block dies. */
 static void tkvi_forget_copy(tkvi_pool *pool, uint32_t id) {
-    if (TKVI_HAS_OFFLOAD && pool->block[id].copy_layout) tkvi_erase_key(pool, id, TKVI_COPY);
+    if (TKVI_HAS_OFFLOAD && pool->block[id].copy_layout) {
+        if (tkvi_is_attached(pool, id, TKVI_COPY)) tkvi_forget_source(pool, id);
+        else tkvi_erase_key(pool, id, TKVI_COPY);
+    }
     pool->block[id].copy_layout = 0;
 }
 
 /* Erases an offloaded block in the store and updates the counts. Needed when it is in RAM again, or dies. */
 static void tkvi_forget_offloaded(tkvi_pool *pool, uint32_t id) {
     if (tkvi_is_discarded(&pool->block[id])) pool->n_discarded--;
+    else if (tkvi_is_attached(pool, id, TKVI_ITSELF)) tkvi_forget_source(pool, id);
     else tkvi_erase_key(pool, id, TKVI_ITSELF);
     pool->n_offloaded--;
 }

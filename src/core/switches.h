@@ -88,6 +88,9 @@
 /* Blocks without a slot in RAM: offloaded or discarded. */
 #define TKVI_HAS_BLOCKS_OUTSIDE_RAM (TKVI_HAS_OFFLOAD || TKVI_HAS_DISCARD)
 
+/* Blocks that stay in a saved file. */
+#define TKVI_HAS_ATTACH (TKVI_HAS_OFFLOAD && TKVI_HAS_SAVE)
+
 /* A function for a row of a table; NULL if `has` is 0. */
 #define TKVI_IF(has, function) ((has) ? (function) : NULL)
 

@@ -17,20 +17,13 @@
 #include "step/fork.h"
 #include "step/turns.h"
 
-typedef struct tkvi_section {
-    const uint8_t *at;
-    size_t n;
-} tkvi_section;
-
 typedef struct tkvi_loader {
     tkv_cache *kv;
     const tkv_load_params *p;
-    const uint8_t *bytes, *index;
-    size_t size;
-    uint32_t n_sections;
-    int flags;
-    uint8_t *room; /* for a table, or for a block */
-    size_t room_bytes;
+    tkvi_saved_file file;
+    int flags, n_tokens; /* of the head */
+    uint8_t *room;       /* for a table, or for a block */
+    uint16_t attached;   /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
     tkv_load_info info;
 } tkvi_loader;
 
@@ -42,84 +35,17 @@ static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int l
     return tkvi_fail(l->kv, TKV_ERR_DATA, why, layer, "");
 }
 
-static int tkvi_saved_int(const uint8_t *at) {
-    const uint32_t x = tkvi_load32(at);
-    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
+static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int layer) {
+    return tkvi_find_section(&l->file, kind, layer, NULL);
 }
 
-/* >>frame */
-static int tkvi_are_zeros(const uint8_t *p, size_t n) {
-    while (n && !*p) p++, n--;
-    return n == 0;
-}
-
-static const uint8_t *tkvi_saved_entry_of_index(const tkvi_loader *l, uint32_t i) {
-    return l->index + (size_t)i * TKVI_SAVED_SECTION;
-}
-
-/* Checks the index: sections in order, one behind the other, with right checksums. */
-static tkv_status tkvi_check_sections(tkvi_loader *l) {
-    const size_t index_at = (size_t)(l->index - l->bytes);
-    uint64_t before = 0;
-    size_t at = 0;
-    uint32_t i;
-    for (i = 0; i < l->n_sections; i++) {
-        const uint8_t *e = tkvi_saved_entry_of_index(l, i);
-        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), n = tkvi_load64(e + 16);
-        const size_t gap = tkvi_gap_to(at, 64);
-        if (tkvi_load32(e) >= TKVI_SAVED_KINDS || (i && name <= before) || gap > index_at - at ||
-            tkvi_load64(e + 8) != at + gap || n > index_at - at - gap || !tkvi_are_zeros(l->bytes + at, gap))
-            return tkvi_refuse_file(l, "the saved sequence has a section where none can be");
-        before = name;
-        at += gap;
-        if (tkvi_xxh64(0, l->bytes + at, (size_t)n) != tkvi_load64(e + 24))
-            return tkvi_refuse_file(l, "the saved sequence was damaged: the checksum of a section is wrong");
-        at += (size_t)n;
-    }
-    if (index_at != at + tkvi_gap_to(at, 64) || !tkvi_are_zeros(l->bytes + at, index_at - at))
-        return tkvi_refuse_file(l, "the saved sequence has bytes in no section");
-    return TKV_OK;
-}
-
-static tkv_status tkvi_check_frame(tkvi_loader *l) {
-    const uint8_t *end;
-    uint64_t index_at;
-    if (l->size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(l->bytes, "TKVS", 4) != 0)
-        return tkvi_refuse_file(l, "these bytes are no saved sequence");
-    if (tkvi_load32(l->bytes + 4) != TKVI_SAVED_VERSION)
-        return tkvi_refuse_file(l, "the sequence was saved by a newer version of this library");
-    end = l->bytes + l->size - TKVI_SAVED_END;
-    index_at = tkvi_load64(end);
-    l->n_sections = tkvi_load32(end + 8);
-    if (memcmp(end + 24, "TKVSEND", 8) != 0 || tkvi_load64(l->bytes + 8) != l->size ||
-        index_at < TKVI_SAVED_HEAD || index_at > l->size - TKVI_SAVED_END ||
-        (l->size - TKVI_SAVED_END - (size_t)index_at) != (uint64_t)l->n_sections * TKVI_SAVED_SECTION)
-        return tkvi_refuse_file(l, "the saved sequence was cut, or is longer than it should be");
-    l->index = l->bytes + (size_t)index_at;
-    if (tkvi_xxh64(0, l->index, l->size - (size_t)index_at - 16) != tkvi_load64(end + 16) ||
-        tkvi_load32(end + 12) != TKVI_SAVED_VERSION)
-        return tkvi_refuse_file(l, "the saved sequence was damaged: the checksum of its index is wrong");
-    return tkvi_check_sections(l);
-}
-
-/* The section of a kind and layer; at NULL: there is none. */
-static tkvi_section tkvi_find_section(const tkvi_loader *l, int kind, int layer) {
-    const uint64_t name = (uint64_t)(uint32_t)kind << 32 | (uint32_t)layer;
-    uint32_t low = 0, high = l->n_sections;
-    tkvi_section found = {NULL, 0};
-    while (low < high) {
-        const uint32_t mid = low + (high - low) / 2;
-        const uint8_t *e = tkvi_saved_entry_of_index(l, mid);
-        const uint64_t at = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4);
-        if (at == name) {
-            found.at = l->bytes + (size_t)tkvi_load64(e + 8);
-            found.n = (size_t)tkvi_load64(e + 16);
-            return found;
-        }
-        if (at < name) low = mid + 1;
-        else high = mid;
-    }
-    return found;
+/* Opens the last save, and checks all sections. */
+static tkv_status tkvi_check_frame(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+    const char *fault = tkvi_open_save(&l->file, bytes, size);
+    if (fault && l->p->recover) fault = tkvi_open_last_save(&l->file, bytes, size);
+    if (!fault) fault = tkvi_find_section_fault(&l->file);
+    l->info.end = l->file.end;
+    return fault ? tkvi_refuse_file(l, fault) : TKV_OK;
 }
 
 /* >>model */
@@ -152,8 +78,8 @@ static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s
 static tkv_status tkvi_check_model(tkvi_loader *l) {
     const tkv_cache *kv = l->kv;
     const int n_layers = kv->tables.cfg.model.n_layers;
-    const tkvi_section head = tkvi_find_section(l, TKVI_SAVED_HEAD_KIND, 0),
-                       model = tkvi_find_section(l, TKVI_SAVED_MODEL, 0);
+    const tkvi_section head = tkvi_loaded_section(l, TKVI_SAVED_HEAD_KIND, 0),
+                       model = tkvi_loaded_section(l, TKVI_SAVED_MODEL, 0);
     const uint8_t *at;
     size_t n = 0;
     tkv_status st;
@@ -177,130 +103,27 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
             return tkvi_refuse_saved_model(l, "the sequence was saved with another RoPE in layer", i);
     }
     l->flags = (int)tkvi_load32(head.at + 32);
+    l->n_tokens = tkvi_saved_int(head.at + 36);
     return l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES) ? tkvi_refuse_file(l, "unknown flags")
                                                                      : TKV_OK;
 }
 
 /* >>lists */
-typedef struct tkvi_saved_list {
-    const uint8_t *entries, *meta; /* meta NULL: none */
-    size_t meta_bytes;             /* of an entry */
-    int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks;
-    const uint8_t *blocks, *records;
-    size_t record_bytes; /* of all records */
-} tkvi_saved_list;
-
-/* Reads an entry. *first: the first entry with its block. */
-static tkvi_entry tkvi_read_entry(const tkvi_saved_list *list, int i, int *first) {
-    const uint8_t *at = list->entries + (size_t)i * TKVI_SAVED_ENTRY;
-    tkvi_entry e;
-    memset(&e, 0, sizeof e);
-    *first = tkvi_saved_int(at);
-    e.start = tkvi_saved_int(at + 4);
-    e.evicted_mask = tkvi_load64(at + 8);
-    e.sink_mask = tkvi_load64(at + 16);
-    e.shift = tkvi_saved_int(at + 24);
-    e.turned = tkvi_saved_int(at + 28);
-    e.n_packed = (int8_t)(at[32] & 127);
-    e.first_slot = at[33];
-    e.end_slot = at[34];
-    e.tier = at[35];
-    e.has_anchors = at[36];
-    e.in_use = 1;
-    return e;
-}
-
-static int tkvi_saved_start(const tkvi_saved_list *list, int i) {
-    return tkvi_saved_int(list->entries + (size_t)i * TKVI_SAVED_ENTRY + 4);
-}
-
-/* Slots in use of a saved entry, as tkvi_block_tokens. */
-static int64_t tkvi_saved_tokens(const tkvi_saved_list *list, int i, const tkvi_entry *e) {
-    const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len;
-    if (e->n_packed) return e->n_packed;
-    return e->end_slot ? e->end_slot : e->first_slot + end - e->start;
-}
-
-/* Finds the sections of a layer, and checks their sizes. */
-static tkv_status tkvi_open_saved_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_LISTS, layer),
-                       blocks = tkvi_find_section(l, TKVI_SAVED_BLOCKS, layer);
-    int field[10], i;
-    size_t entries, heads;
-    memset(out, 0, sizeof *out);
-    if (s.n < TKVI_SAVED_LIST || !blocks.at)
-        return tkvi_refuse_saved_layer(l, "there are no blocks of layer", layer);
-    for (i = 0; i < 10; i++) {
-        field[i] = tkvi_saved_int(s.at + 4 * i);
-        if (field[i] < 0 || field[i] > TKVI_FOREVER)
-            return tkvi_refuse_saved_layer(l, "a number is too large in layer", layer);
-    }
-    out->n = field[0];
-    out->sinks = field[1];
-    out->archive = field[2];
-    out->warm = field[3];
-    out->anchors = field[4];
-    out->len = field[5];
-    out->expired = field[6];
-    out->chunk_start = field[7];
-    out->is_moved = field[8];
-    out->n_blocks = field[9];
-    out->meta_bytes =
-        !(l->flags & TKVI_SAVED_HAS_META)
-            ? 0
-            : TKVI_SAVED_META + (l->flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
-    entries = (s.n - TKVI_SAVED_LIST) / (TKVI_SAVED_ENTRY + out->meta_bytes);
-    if ((size_t)out->n != entries || (s.n - TKVI_SAVED_LIST) % (TKVI_SAVED_ENTRY + out->meta_bytes) ||
-        !tkvi_are_zeros(s.at + 40, 8))
-        return tkvi_refuse_saved_layer(l, "the list has another size than its entries, layer", layer);
-    out->entries = s.at + TKVI_SAVED_LIST;
-    out->meta = out->meta_bytes ? out->entries + entries * TKVI_SAVED_ENTRY : NULL;
-    heads = (size_t)out->n_blocks * TKVI_SAVED_BLOCK;
-    if (out->n_blocks > out->n || heads > blocks.n || tkvi_gap_to(heads, 64) > blocks.n - heads)
-        return tkvi_refuse_saved_layer(l, "the blocks have another size than their list, layer", layer);
-    out->blocks = blocks.at;
-    out->records = blocks.at + heads + tkvi_gap_to(heads, 64);
-    out->record_bytes = blocks.n - heads - tkvi_gap_to(heads, 64);
-    return TKV_OK;
-}
-
-/* The layout of saved block k in this cache, of version 0 if it has a table. -1: it has none. */
-static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *block) {
-    const tkvi_plan *p = &kv->tables.plan[layer];
-    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
-    int i, tier;
-    if (block[4] != TKVI_NO_VERSION) {
-        for (i = 0; i < kv->tables.n_levels; i++)
-            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
-                const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
-                if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)block[0] &&
-                    c->pair.v == (tkv_format)block[1] && c->tokens == block[2])
-                    return specs[i].layout[tier];
-            }
-        return -1;
-    }
-    for (i = 0; i < kv->tables.n_keys; i++) {
-        const tkvi_layout *c = &kv->tables.layout[i];
-        const tkvi_side *k = &c->record[0].k;
-        if (c->pair.k == (tkv_format)block[0] && c->pair.v == (tkv_format)block[1] && c->tokens == block[2] &&
-            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
-            c->record[0].v.dim == p->geometry.v_head_dim &&
-            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
-            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
-            return i;
-    }
-    return -1;
+/* Finds the list of a layer, and checks its sizes. */
+static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
+    const char *fault = tkvi_open_saved_list(tkvi_loaded_section(l, TKVI_SAVED_LISTS, layer), l->flags, out);
+    return fault ? tkvi_refuse_saved_layer(l, fault, layer) : TKV_OK;
 }
 
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
-static const char *tkvi_find_entry_fault(const tkvi_loader *l, const tkvi_saved_list *list, int i, int tier) {
+static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int tier) {
     int first, other;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
-    const uint8_t *at = list->entries + (size_t)i * TKVI_SAVED_ENTRY;
+    const uint8_t *at = tkvi_run_of_entry(list, i);
     const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len,
                   tokens = tkvi_saved_tokens(list, i, &e);
-    if (at[32] > TKVI_BLOCK || e.first_slot > TKVI_BLOCK || e.end_slot > TKVI_BLOCK || e.has_anchors > 1 ||
-        !tkvi_are_zeros(at + 37, 3))
+    if (at[24] > TKVI_BLOCK || e.first_slot > TKVI_BLOCK || e.end_slot > TKVI_BLOCK || e.has_anchors > 1 ||
+        !tkvi_are_zeros(at + 30, 2) || (tkvi_saved_int(at + 12) == 1 ? at[29] > 0 : at[29] < 1))
         return "an entry has a number that it cannot have, layer";
     if (e.tier != tier || e.has_anchors != (i < list->anchors)) return "an entry is not in its tier, layer";
     if (first < 0 || first > i) return "an entry names no block, layer";
@@ -323,7 +146,7 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, const tkvi_saved_
 }
 
 /* Returns the fault of the token_meta of a saved entry, or NULL. */
-static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
+static const char *tkvi_find_meta_fault(tkvi_saved_list *list, int i) {
     const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
     int first, t;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
@@ -337,14 +160,93 @@ static const char *tkvi_find_meta_fault(const tkvi_saved_list *list, int i) {
     return NULL;
 }
 
-/* Checks all numbers of a layer's list, and that the cache has the layouts of its blocks. */
+/* The tier of entry i by its place in the list. */
+static int tkvi_saved_tier(const tkvi_saved_list *list, int i) {
+    i -= list->sinks;
+    return i < 0 || i >= list->archive + list->warm ? TKV_TIER_HOT
+           : i < list->archive                      ? TKV_TIER_ARCHIVE
+                                                    : TKV_TIER_WARM;
+}
+
+/* Checks a run of entries from i on: the first and the last one. Those between them are as these are. */
+static const char *tkvi_find_run_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int *n_blocks) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    const int n = tkvi_saved_int(at + 12), last = i + n - 1;
+    const char *fault = tkvi_find_entry_fault(l, list, i, tkvi_saved_tier(list, i));
+    if (fault) return fault;
+    if (n > 1) {
+        if ((i < list->sinks) != (last < list->sinks) || tkvi_saved_int(at + 4) != i || at[28])
+            return "entries that repeat are not alike, layer";
+        fault = tkvi_find_entry_fault(l, list, last, tkvi_saved_tier(list, last));
+    }
+    *n_blocks += tkvi_saved_int(at + 4) == i ? n : 0;
+    return fault;
+}
+
+/* 1 if a saved block stays in the file. i: the first entry with it. Blocks that age further must be in RAM, and so
+ * must sinks and the two newest blocks. */
+static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_list *list, int i) {
+    const tkvi_tier_spec *now = &l->kv->tables.plan[layer].now;
+    const int tier = tkvi_saved_tier(list, i);
+    return TKVI_HAS_ATTACH && l->p->attach && i >= list->sinks && i + 2 < list->n &&
+           (tier == TKV_TIER_ARCHIVE || (tier == TKV_TIER_WARM && now->warm == TKVI_FOREVER) ||
+            (tier == TKV_TIER_HOT && now->hot == TKVI_FOREVER));
+}
+
+/* Checks the checksum of a record, and the zeros behind it. Returns NULL if they are wrong. */
+static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
+    const uint8_t *record = l->file.bytes + (size_t)at;
+    const size_t n = c->bytes.total;
+    return tkvi_xxh64(0, record, n) + at == tkvi_load64(record + n) &&
+                   tkvi_are_zeros(record + n + 8, tkvi_saved_record_bytes(c) - n - 8)
+               ? record
+               : NULL;
+}
+
+/* Checks the numbers of a run of blocks, that this cache has their layout, and where their records lie. */
+static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8_t *run) {
+    const int64_t repeat = tkvi_saved_repeat(run);
+    const uint64_t at = tkvi_load64(run + 16);
+    int layout;
+    if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
+        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (int64_t)tkvi_saved_int(run + 8) + repeat * run[5] > TKVI_FOREVER)
+        return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
+    layout = tkvi_layout_of_saved(l->kv, layer, run);
+    if (layout < 0)
+        return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
+                                       layer);
+    if (at % 64 || at > l->file.end ||
+        (l->file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) < (size_t)repeat)
+        return tkvi_refuse_saved_layer(l, "a block lies beyond the end of the file, layer", layer);
+    return TKV_OK;
+}
+
+/* Checks the records of blocks that do not stay in the file. */
+static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved_list *list) {
+    tkvi_block_cursor c = {NULL, 0, 0};
+    int i, first;
+    for (i = 0; i < list->n; i++) {
+        const tkvi_layout *layout;
+        (void)tkvi_read_entry(list, i, &first);
+        if (first != i) continue;
+        tkvi_next_saved_block(list, &c);
+        if (tkvi_stays_in_file(l, layer, list, i)) continue;
+        layout = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, c.run)];
+        if (!tkvi_verify_record(l, layout, tkvi_saved_record_at(&c, layout)))
+            return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
+    }
+    return TKV_OK;
+}
+
+/* Checks all numbers of a layer's list, its records, and that the cache has the layouts of its blocks. */
 static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     const tkv_cache *kv = l->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_saved_list list;
     const char *fault = NULL;
-    tkv_status st = tkvi_open_saved_list(l, layer, &list);
-    int i, first, n_blocks = 0;
+    tkv_status st = tkvi_open_list(l, layer, &list);
+    int i, n_blocks = 0;
     if (st) return st;
     if (list.len > kv->tables.cfg.limits.max_tokens)
         return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "the sequence has more tokens than max_tokens:", list.len,
@@ -356,27 +258,14 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     if (TKVI_HAS_EVICT ? list.anchors != (list.n ? p->n_anchor_blocks : 0) : list.anchors > 0)
         return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
                                        layer);
-    for (i = 0; i < list.n && !fault; i++) {
-        const int tier = i < list.sinks                              ? TKV_TIER_HOT
-                         : i < list.sinks + list.archive             ? TKV_TIER_ARCHIVE
-                         : i < list.sinks + list.archive + list.warm ? TKV_TIER_WARM
-                                                                     : TKV_TIER_HOT;
-        fault = tkvi_find_entry_fault(l, &list, i, tier);
-        if (!fault && list.meta) fault = tkvi_find_meta_fault(&list, i);
-        if (!fault) (void)tkvi_read_entry(&list, i, &first), n_blocks += first == i;
-    }
+    for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12))
+        fault = tkvi_find_run_fault(l, &list, i, &n_blocks);
+    for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
-    for (i = 0; i < list.n_blocks; i++) {
-        const uint8_t *b = list.blocks + (size_t)i * TKVI_SAVED_BLOCK;
-        if (b[3] >= TKV_TIER_COUNT || (b[4] >= TKVI_VERSIONS && b[4] != TKVI_NO_VERSION) ||
-            !tkvi_are_zeros(b + 5, 3))
-            return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
-        if (tkvi_layout_of_saved(kv, layer, b) < 0)
-            return tkvi_refuse_saved_model(
-                l, "no level of this cache has the formats of a saved block, layer", layer);
-    }
-    return TKV_OK;
+    for (i = 0; i < list.n_block_runs && !st; i++)
+        st = tkvi_check_saved_blocks(l, layer, tkvi_saved_blocks(&list, i));
+    return st ? st : tkvi_check_saved_records(l, layer, &list);
 }
 
 /* >>tables */
@@ -387,7 +276,7 @@ typedef struct tkvi_saved_tables {
 } tkvi_saved_tables;
 
 static tkv_status tkvi_open_saved_tables(tkvi_loader *l, int layer, tkvi_saved_tables *out) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_TABLES, layer);
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_TABLES, layer);
     memset(out, 0, sizeof *out);
     if (s.n < 8 || tkvi_load32(s.at) & ~(uint32_t)tkvi_known_parts() || tkvi_load32(s.at + 4) > TKVI_VERSIONS)
         return tkvi_refuse_saved_layer(l, "there are no tables of layer", layer);
@@ -407,7 +296,8 @@ static const uint8_t *tkvi_saved_table(const tkvi_saved_tables *t, int i) {
 /* Number of saved blocks with a version of the table. */
 static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t version) {
     int i, n = 0;
-    for (i = 0; i < list->n_blocks; i++) n += list->blocks[(size_t)i * TKVI_SAVED_BLOCK + 4] == version;
+    for (i = 0; i < list->n_block_runs; i++)
+        if (tkvi_saved_blocks(list, i)[4] == version) n += tkvi_saved_repeat(tkvi_saved_blocks(list, i));
     return n;
 }
 
@@ -415,7 +305,7 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     const int need = tkvi_table_parts(l->kv, layer);
     tkvi_saved_list list;
     tkvi_saved_tables t;
-    tkv_status st = tkvi_open_saved_list(l, layer, &list);
+    tkv_status st = tkvi_open_list(l, layer, &list);
     int i, n = 0, current = 0;
     unsigned seen = 0;
     if (!st) st = tkvi_open_saved_tables(l, layer, &t);
@@ -435,8 +325,7 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
             return tkvi_refuse_saved_model(l, "the sequence was saved without a part of the tables of layer",
                                            layer);
     }
-    for (i = 0; i < list.n_blocks; i++) n -= list.blocks[(size_t)i * TKVI_SAVED_BLOCK + 4] != TKVI_NO_VERSION;
-    return n || current > 1
+    return n != list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION) || current > 1
                ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
                : TKV_OK;
 }
@@ -450,14 +339,15 @@ typedef struct tkvi_table_map {
 } tkvi_table_map;
 
 /* 1 if a version of the layer's table has the bytes of a saved one. */
-static int tkvi_is_same_table(tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t, int i) {
+static int tkvi_is_same_table(const tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t,
+                              int i) {
     if (!l->kv->tables.version[version].bytes || t->parts != tkvi_table_parts(l->kv, layer)) return 0;
     (void)tkvi_save_table(l->kv, layer, version, t->parts, l->room);
     return memcmp(l->room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
 }
 
 /* Chooses versions. In a layer without a table the file's current one comes first. */
-static tkvi_table_map tkvi_map_tables(tkvi_loader *l, int layer, const tkvi_saved_list *list,
+static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
                                       const tkvi_saved_tables *t) {
     const int has_table = l->kv->tables.current_version[layer] >= 0;
     unsigned used = tkvi_used_versions(l->kv, layer), known = used;
@@ -501,7 +391,7 @@ static tkv_status tkvi_provide_tables(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i;
-    if (tkvi_open_saved_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
+    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
     map = tkvi_map_tables(l, layer, &list, &t);
     for (i = 0; i < TKVI_VERSIONS && tkvi_lacks_version(&map, &t); i++) {
         tkvi_retire_version(l->kv, layer);
@@ -523,36 +413,59 @@ static void tkvi_place_table(tkvi_loader *l, int layer, const tkvi_saved_tables 
 }
 
 /* >>blocks */
-/* Number of the saved table that a block has; -1: none. */
-static int tkvi_table_of_saved(const tkvi_saved_tables *t, const uint8_t *block) {
+/* Number of the saved table that a run of blocks has; -1: none. */
+static int tkvi_table_of_saved(const tkvi_saved_tables *t, const uint8_t *run) {
     int i;
-    for (i = 0; block[4] != TKVI_NO_VERSION && i < t->n; i++)
-        if (tkvi_load32(tkvi_saved_table(t, i)) == block[4]) return i;
+    for (i = 0; run[4] != TKVI_NO_VERSION && i < t->n; i++)
+        if (tkvi_load32(tkvi_saved_table(t, i)) == run[4]) return i;
     return -1;
 }
 
-/* The layout that saved block `block` gets here. */
-static int tkvi_layout_here(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
-                            const tkvi_table_map *map, const uint8_t *block) {
-    const int base = tkvi_layout_of_saved(l->kv, layer, block), table = tkvi_table_of_saved(t, block);
-    if (table < 0) return base;
-    return base + (map->version[table] >= 0 ? map->version[table] : l->kv->tables.current_version[layer]);
+/* What a load makes of a saved block. */
+typedef struct tkvi_landing {
+    const tkvi_layout *saved; /* with the table of version map->room, where the block is coded again */
+    int layout;               /* here */
+    int table;                /* number of the saved table, of blocks that are coded again; else -1 */
+    int is_attached;
+} tkvi_landing;
+
+/* run: of the block; i: the first entry with it. */
+static tkvi_landing tkvi_landing_of(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
+                                    const tkvi_saved_tables *t, const tkvi_table_map *map, const uint8_t *run,
+                                    int i) {
+    const int base = tkvi_layout_of_saved(l->kv, layer, run), table = tkvi_table_of_saved(t, run);
+    const int version = table < 0 ? 0 : map->version[table];
+    tkvi_landing to;
+    to.layout = base + (version >= 0 ? version : l->kv->tables.current_version[layer]);
+    to.table = version < 0 ? table : -1;
+    to.saved = &l->kv->tables.layout[base + (version >= 0 ? version : map->room)];
+    to.is_attached = version >= 0 && tkvi_stays_in_file(l, layer, list, i);
+    return to;
 }
 
-/* Adds the entries and slots of a file to a demand (tkvi_count_entries). */
+/* Adds the entries and slots of a file to a demand (tkvi_count_entries). The versions of tables are provided. */
 static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     tkvi_loader l = *(const tkvi_loader *)what;
-    int layer, i, longest = 0;
+    int layer, i, first, longest = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_block_cursor c = {NULL, 0, 0};
         tkvi_saved_list list;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_list(&l, layer, &list)) continue;
+        tkvi_saved_tables t;
+        tkvi_table_map map;
+        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(&l, layer, &list) ||
+            tkvi_open_saved_tables(&l, layer, &t))
+            continue;
+        map = tkvi_map_tables(&l, layer, &list, &t);
         longest = tkvi_max(longest, list.n);
         demand->entries += list.n;
-        for (i = 0; i < list.n_blocks; i++)
-            demand->slots[kv->tables
-                              .layout[tkvi_layout_of_saved(kv, layer,
-                                                           list.blocks + (size_t)i * TKVI_SAVED_BLOCK)]
-                              .size_class]++;
+        for (i = 0; i < list.n; i++) {
+            tkvi_landing to;
+            (void)tkvi_read_entry(&list, i, &first);
+            if (first != i) continue;
+            tkvi_next_saved_block(&list, &c);
+            to = tkvi_landing_of(&l, layer, &list, &t, &map, c.run, i);
+            if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class]++;
+        }
     }
     return longest;
 }
@@ -578,34 +491,82 @@ static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, 
         m->scores[t] = tkvi_load32(at + TKVI_SAVED_META + 4 * t);
 }
 
-/* Makes the entries of a layer, and their blocks without bytes. Cannot fail: all is provided. */
-static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list *from,
-                               const tkvi_saved_tables *t, const tkvi_table_map *map) {
+/* A block gets its bytes in the file as its source, of itself or of its exact copy. */
+static void tkvi_place_source(tkvi_loader *l, uint32_t number, tkvi_stored_as what, uint64_t at) {
+    tkvi_source_place *source = &l->kv->pool.source[number];
+    source->unit = (uint32_t)(at / 64);
+    source->file = l->attached;
+    source->what = (uint8_t)what;
+    source->is_verified = 0;
+    l->kv->pool.attached[l->attached - 1].n_sources++;
+}
+
+/* Makes the block of an entry that is the first with it. Its record is copied, unless it stays in the file or is to be
+ * coded again. */
+static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_block_cursor *c,
+                             uint32_t id) {
+    tkvi_pool *pool = &l->kv->pool;
+    const tkvi_layout *layout = &l->kv->tables.layout[to->layout];
+    const uint64_t at = tkvi_saved_record_at(c, to->saved);
+    uint32_t number;
+    if (to->is_attached) {
+        number = tkvi_new_number(pool, id, to->layout, tkvi_saved_first_position(c));
+        pool->block[number].page = TKVI_OFFLOADED;
+        pool->block[number].slot = 0;
+        pool->n_offloaded++;
+        tkvi_place_source(l, number, TKVI_ITSELF, at);
+        l->info.n_attached++;
+    } else {
+        uint8_t *slot;
+        tkvi_new_block(pool, id, to->layout, tkvi_saved_first_position(c));
+        number = pool->entry[id].block;
+        slot = tkvi_block_bytes(pool, &pool->block[number]);
+        memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
+        if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
+        if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
+            !pool->entry[id].has_anchors) {
+            tkvi_place_source(l, number, TKVI_COPY, at);
+            pool->block[number].copy_layout = (uint16_t)(to->layout + 1);
+        }
+    }
+    pool->block[number].tier = c->run[3];
+}
+
+/* Makes an entry for a block that an earlier entry of the list has. */
+static uint32_t tkvi_place_shared(tkvi_pool *pool, uint32_t first, const tkvi_entry *e, int tokens) {
+    const int had = pool->block[pool->entry[first].block].n_shared_slots;
+    const uint32_t id = tkvi_share_entry(pool, first, had);
+    tkvi_entry *mine = &pool->entry[id];
+    const uint32_t next = mine->next_holder;
+    *mine = *e;
+    mine->next_holder = next;
+    mine->block = pool->entry[first].block;
+    pool->block[mine->block].n_shared_slots = (uint8_t)tkvi_max(had, tokens);
+    return id;
+}
+
+/* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. Cannot fail: all is
+ * provided. */
+static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
+                               const tkvi_table_map *map) {
     tkv_cache *kv = l->kv;
     tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
     uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
-    int i, first, n_blocks = 0;
+    tkvi_block_cursor c = {NULL, 0, 0};
+    int i, first;
     for (i = 0; i < from->n; i++) {
         const tkvi_entry e = tkvi_read_entry(from, i, &first);
         const int tokens = (int)tkvi_saved_tokens(from, i, &e);
         if (first == i) {
-            const uint8_t *b = from->blocks + (size_t)n_blocks++ * TKVI_SAVED_BLOCK;
+            tkvi_landing to;
+            tkvi_next_saved_block(from, &c);
+            to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
             ids[i] = tkvi_take_entry(&kv->pool);
             kv->pool.entry[ids[i]] = e;
-            tkvi_new_block(&kv->pool, ids[i], tkvi_layout_here(l, layer, t, map, b), tkvi_saved_int(b + 8));
-            tkvi_block_of(kv, ids[i])->tier = b[3];
+            tkvi_place_block(l, layer, &to, &c, ids[i]);
             tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tokens;
         } else {
-            const int had = tkvi_block_of(kv, ids[first])->n_shared_slots;
-            tkvi_entry *mine;
-            uint32_t next;
-            ids[i] = tkvi_share_entry(&kv->pool, ids[first], had);
-            mine = &kv->pool.entry[ids[i]];
-            next = mine->next_holder;
-            *mine = e;
-            mine->next_holder = next;
-            mine->block = kv->pool.entry[ids[first]].block;
-            tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tkvi_max(had, tokens);
+            ids[i] = tkvi_place_shared(&kv->pool, ids[first], &e, tokens);
         }
         list->n = i + 1;
         tkvi_place_meta(l, from, i, ids[i]);
@@ -620,49 +581,39 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, const tkvi_saved_list 
     list->is_moved = from->is_moved;
 }
 
-/* table -1: copies the records of all blocks whose table has a version here, or that need none. Else codes the blocks
- * of this saved table again; map->room holds it. Returns 0 if the records have another size. */
-static int tkvi_place_records(tkvi_loader *l, int layer, const tkvi_saved_list *from,
-                              const tkvi_saved_tables *t, const tkvi_table_map *map, int table) {
+/* Codes the blocks of a saved table again; version map->room has it. Returns 0 if one is damaged. */
+static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
+                             const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
     const uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
-    size_t at = 0;
-    int i, first, n_blocks = 0;
+    tkvi_block_cursor c = {NULL, 0, 0};
+    int i, first;
     for (i = 0; i < from->n; i++) {
         const tkvi_entry e = tkvi_read_entry(from, i, &first);
-        const uint8_t *saved = from->blocks + (size_t)n_blocks * TKVI_SAVED_BLOCK;
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const int of = tkvi_table_of_saved(t, saved), again = of >= 0 && map->version[of] < 0;
-        const tkvi_layout *to = &kv->tables.layout[b->layout], *c = to;
-        size_t n;
+        tkvi_landing to;
+        tkvi_recoding r;
+        const uint8_t *record;
         if (first != i) continue;
-        n_blocks++;
-        if (again) c = &kv->tables.layout[tkvi_layout_of_saved(kv, layer, saved) + map->room];
-        n = tkvi_record_bytes(c);
-        if (n > from->record_bytes - at || n > l->room_bytes) return 0;
-        if (!again && table < 0) {
-            uint8_t *slot = tkvi_block_bytes(&kv->pool, b);
-            memset(slot, 0, kv->tables.size_class[to->size_class].slot_bytes);
-            memcpy(slot, from->records + at, n);
-        } else if (again && of == table) {
-            tkvi_recoding r;
-            r.kv = kv;
-            r.from = c;
-            r.to = to;
-            r.layer = layer;
-            r.start = tkvi_saved_int(saved + 8);
-            r.live_mask = tkvi_slots_before((int)tkvi_saved_tokens(from, i, &e));
-            memcpy(l->room, from->records + at, n);
-            memset(tkvi_block_bytes(&kv->pool, b), 0, kv->tables.size_class[to->size_class].slot_bytes);
-            tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
-            l->info.n_recoded++;
-        }
-        at += n;
+        tkvi_next_saved_block(from, &c);
+        to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
+        if (to.table != table) continue;
+        record = tkvi_verify_record(l, to.saved, tkvi_saved_record_at(&c, to.saved));
+        if (!record) return 0;
+        r.kv = kv;
+        r.from = to.saved;
+        r.to = &kv->tables.layout[to.layout];
+        r.layer = layer;
+        r.start = b->first_position;
+        r.live_mask = tkvi_slots_before((int)tkvi_saved_tokens(from, i, &e));
+        memcpy(l->room, record, to.saved->bytes.total);
+        tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
+        l->info.n_recoded++;
     }
-    return at == from->record_bytes;
+    return 1;
 }
 
-/* Places tables, entries and blocks of a layer. Returns 0 if a record has a wrong size. */
+/* Places tables, entries and blocks of a layer. Returns 0 if a block is damaged. */
 static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkv_cache *kv = l->kv;
     const int had = kv->tables.current_version[layer];
@@ -670,7 +621,7 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i, fits = 1;
-    if (tkvi_open_saved_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
     map = tkvi_map_tables(l, layer, &list, &t);
     for (i = 0; i < t.n; i++) {
         if (!map.is_new[i]) continue;
@@ -684,11 +635,11 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     for (i = 0; i < t.n && fits; i++) {
         if (map.version[i] != -1) continue;
         tkvi_place_table(l, layer, &t, i, map.room);
-        fits = tkvi_place_records(l, layer, &list, &t, &map, i);
+        fits = tkvi_recode_saved(l, layer, &list, &t, &map, i);
     }
     for (i = 0; i < t.n; i++)
         if (map.is_new[i] && map.version[i] == map.room) tkvi_place_table(l, layer, &t, i, map.room);
-    return fits && tkvi_place_records(l, layer, &list, &t, &map, -1);
+    return fits;
 }
 
 /* >>states and tokens */
@@ -709,7 +660,7 @@ static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, int *layer, 
 }
 
 static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_STATES, 0);
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
     const uint8_t *bytes;
     size_t at = 0, size;
     int layer, n_tokens;
@@ -725,7 +676,7 @@ static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
 }
 
 static tkv_status tkvi_place_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_STATES, 0);
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
     const uint8_t *bytes;
     size_t at = 0, size;
     int layer, n_tokens;
@@ -735,20 +686,32 @@ static tkv_status tkvi_place_states(tkvi_loader *l) {
     return st;
 }
 
+/* Token i of the caller's. */
+static int tkvi_saved_token(const tkvi_loader *l, int i) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
+    return tkvi_saved_int(s.at + 4 * (size_t)(i % TKVI_SAVED_TOKENS_AT_ONCE));
+}
+
 static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
-    const tkvi_section s = tkvi_find_section(l, TKVI_SAVED_TOKENS, 0);
-    if (!s.at || s.n % 4 || s.n / 4 > (size_t)TKVI_FOREVER)
+    const int most = TKVI_SAVED_TOKENS_AT_ONCE;
+    int i;
+    if (l->n_tokens < 0) return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    for (i = 0; i <= (l->n_tokens - 1) / most && l->n_tokens; i++)
+        if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).n !=
+            4u * (size_t)tkvi_min(most, l->n_tokens - i * most))
+            return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).at)
         return tkvi_refuse_file(l, "saved tokens have a wrong size");
-    l->info.n_saved_tokens = (int)(s.n / 4);
-    if (l->p->tokens && l->p->token_capacity < l->info.n_saved_tokens)
-        return tkvi_fail(l->kv, TKV_ERR_CAPACITY,
-                         "token_capacity is too small; tokens saved:", l->info.n_saved_tokens, "");
+    l->info.n_saved_tokens = l->n_tokens;
+    if (l->p->tokens && l->p->token_capacity < l->n_tokens)
+        return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "token_capacity is too small; tokens saved:", l->n_tokens,
+                         "");
     return TKV_OK;
 }
 
 /* >>the whole */
-static tkv_status tkvi_verify_file(tkvi_loader *l) {
-    tkv_status st = tkvi_check_frame(l);
+static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+    tkv_status st = tkvi_check_frame(l, bytes, size);
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
@@ -760,18 +723,26 @@ static tkv_status tkvi_verify_file(tkvi_loader *l) {
     return st ? st : tkvi_check_saved_states(l);
 }
 
-/* Checks what was placed by the rules of tkv_check. */
+/* Checks what was placed by the rules of tkv_check: of a run of entries the first and the last one. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
     char reason[96] = "";
-    int layer;
+    int layer, i;
     k.kv = l->kv;
     k.reason = reason;
     k.size = sizeof reason;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        tkvi_saved_list list;
+        if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
         st = tkvi_check_ids(&k, l->p->seq, layer);
-        if (!st) st = tkvi_check_list(&k, l->p->seq, layer);
+        if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
+        for (i = 0; i < list.n && !st;) {
+            const int n = tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12);
+            st = tkvi_check_entry(&k, l->p->seq, layer, i);
+            if (!st && n > 1) st = tkvi_check_entry(&k, l->p->seq, layer, i + n - 1);
+            i += n;
+        }
     }
     return st ? tkvi_refuse_file(l, reason) : TKV_OK;
 }
@@ -783,7 +754,7 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
-            st = tkvi_refuse_saved_layer(l, "blocks have another size than their formats, layer", layer);
+            st = tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
@@ -798,18 +769,52 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     return st;
 }
 
+/* Provides the tables of sources and attached files. The file counts as a source of one block until the load ends. */
+static tkv_status tkvi_provide_attached(tkvi_loader *l) {
+    tkvi_pool *pool = &l->kv->pool;
+    uint32_t i = 0;
+    tkvi_attached *longer;
+    while (i < pool->n_attached && pool->attached[i].bytes) i++;
+    if (i == pool->n_attached) {
+        const size_t n = (size_t)i + 4;
+        if (n > 0xffff) return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "too many files are attached", 0, NULL);
+        longer = (tkvi_attached *)tkvi_get(pool->heap, n * sizeof *longer);
+        if (!longer)
+            return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
+        memset(longer, 0, n * sizeof *longer);
+        if (pool->attached) memcpy(longer, pool->attached, pool->n_attached * sizeof *longer);
+        tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *longer);
+        pool->attached = longer;
+        pool->n_attached = (uint32_t)n;
+    }
+    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
+        return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
+    pool->attached[i].bytes = l->file.bytes;
+    pool->attached[i].size = l->file.end;
+    pool->attached[i].n_sources = 1;
+    l->attached = (uint16_t)(i + 1);
+    return TKV_OK;
+}
+
+/* Ends the load's hold on an attached file. After an error the caller was never told to keep its bytes. */
+static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
+    tkvi_attached *file;
+    if (!TKVI_HAS_ATTACH || !l->attached) return;
+    file = &l->kv->pool.attached[l->attached - 1];
+    if (!st) {
+        file->release = l->p->release;
+        file->user = l->p->release_user;
+    }
+    if (--file->n_sources) return;
+    memset(file, 0, sizeof *file);
+    if (!st && l->p->release) l->p->release(l->p->release_user, l->file.bytes, l->file.end);
+}
+
 /* Provides all that the file needs. On failure no token has changed. */
 static tkv_status tkvi_provide_file(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
-    tkv_status st = TKV_OK;
-    int layer, i;
-    for (i = 0; i < kv->tables.n_layouts; i++) {
-        const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
-        l->room_bytes = slot > l->room_bytes ? slot : l->room_bytes;
-    }
-    if (tkvi_most_table_bytes(kv) > l->room_bytes) l->room_bytes = tkvi_most_table_bytes(kv);
-    l->room = (uint8_t *)tkvi_get(&kv->heap, l->room_bytes);
-    if (!l->room) return tkvi_refuse_no_memory(kv, "no memory to load sequence", l->p->seq, "");
+    tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
+    int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && tkvi_table_parts(kv, layer))
             st = tkvi_provide_tables(l, layer);
@@ -817,11 +822,16 @@ static tkv_status tkvi_provide_file(tkvi_loader *l) {
     return st;
 }
 
-static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes) {
+static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
     int layer, seq;
     if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
     if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
+    if (p->attach && !TKVI_HAS_ATTACH) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves out attach");
+    if (p->attach && (uintptr_t)bytes % 64)
+        return tkvi_fail(kv, TKV_ERR_ARG, "attached bytes must begin at a multiple of 64", 0, NULL);
+    if (p->attach && size / 64 > 0xffffffffu)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "an attached file has at most 256 GiB", 0, NULL);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
@@ -837,31 +847,29 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    tkvi_section tokens;
     tkv_status st;
+    uint8_t *taken = NULL;
     int i;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    st = tkvi_check_load(kv, p, bytes);
+    st = tkvi_check_load(kv, p, bytes, size);
     if (st) return st;
     memset(&l, 0, sizeof l);
     l.kv = kv;
     l.p = p;
-    l.bytes = (const uint8_t *)bytes;
-    l.size = size;
-    st = tkvi_verify_file(&l);
+    st = tkvi_verify_file(&l, (const uint8_t *)bytes, size);
+    if (!st) st = tkvi_take_room(kv, p->scratch, p->scratch_bytes, tkvi_room_for_piece(kv), &l.room, &taken);
     if (st) return st;
     kv->seq[p->seq].used = ++kv->call.clock;
     st = tkvi_provide_file(&l);
     if (!st) st = tkvi_place_file(&l);
-    if (l.room) tkvi_put(&kv->heap, l.room, l.room_bytes);
+    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
+    tkvi_release_attached(&l, st);
     tkvi_shrink_index(kv, p->seq);
     tkvi_trim(&kv->pool);
     if (st) return st;
     tkvi_remember_turns(kv, p->seq);
-    tokens = tkvi_find_section(&l, TKVI_SAVED_TOKENS, 0);
-    for (i = 0; i < l.info.n_saved_tokens && p->tokens; i++)
-        p->tokens[i] = tkvi_saved_int(tokens.at + 4 * (size_t)i);
+    for (i = 0; i < l.n_tokens && p->tokens; i++) p->tokens[i] = tkvi_saved_token(&l, i);
     l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;
     return tkvi_ok(kv);

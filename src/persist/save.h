@@ -1,40 +1,54 @@
 /*
- * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence (persist/saved.h).
+ * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence, or what changed since a former save
+ * (persist/saved.h).
  *
- * Each section has a function that emits its bytes. It runs three times: its bytes are counted, written, and hashed for
- * the index. Nothing is stored meanwhile but a table of one layer.
+ * Each section has a function that emits its bytes. It runs twice. At first its bytes are counted. Behind a former save
+ * they are hashed too, and a section that the former one has is not written again. Then they are written and hashed.
  */
 #ifndef TKVI_PERSIST_SAVE_H
 #define TKVI_PERSIST_SAVE_H
 
 #include "persist/saved.h"
-#include "reclaim/offload.h"
+#include "step/promote.h"
 
-typedef enum tkvi_emit_mode { TKVI_COUNTS, TKVI_WRITES, TKVI_HASHES } tkvi_emit_mode;
+typedef enum tkvi_emit_mode { TKVI_COUNTS, TKVI_HASHES, TKVI_WRITES } tkvi_emit_mode;
 
 typedef struct tkvi_saver {
     tkv_cache *kv;
     const tkv_save_params *p;
     tkvi_emit_mode mode;
-    size_t n;       /* bytes of the section so far */
-    size_t written; /* bytes of all so far */
-    size_t total;   /* of all */
-    uint8_t *buf;   /* NULL: `write` takes the bytes */
+    int kind;     /* of the section */
+    size_t n;     /* bytes of the section so far */
+    size_t at;    /* where the next byte comes in the file */
+    size_t end;   /* of this save */
+    size_t whole; /* bytes of a save without former ones */
+    uint8_t *buf; /* of the byte at `start`; NULL: `write` takes the bytes */
+    size_t start; /* where this save begins in the file */
     tkv_write_bytes write;
     void *user;
-    uint8_t *table;            /* room for a saved table; NULL: no layer has one */
-    tkvi_xxh64_sum sum, index; /* of the section; of the index */
+    tkvi_saved_file former; /* bytes NULL: this save is whole */
+    uint8_t *room;          /* for a saved table, or for a block */
+    uint8_t *index;         /* the index to come; NULL: sizes are counted only */
+    uint8_t *record_at; /* [blocks of all layers] u64 where their records are; NULL: one behind the other */
+    uint32_t n_sections;
+    tkvi_xxh64_sum sum; /* of the section, unless it is of records */
+    tkv_save_info info;
     tkv_status st;
+    /* the layer of the section */
+    tkvi_list list;
+    uint32_t *ids;
+    size_t first_block;  /* of the layer, among those of all layers */
+    size_t records_from; /* where its first record is */
 } tkvi_saver;
 
 static void tkvi_emit(tkvi_saver *s, const void *bytes, size_t n) {
     s->n += n;
-    if (s->mode == TKVI_HASHES) tkvi_xxh64_add(&s->sum, (const uint8_t *)bytes, n);
+    if (s->mode != TKVI_COUNTS) tkvi_xxh64_add(&s->sum, (const uint8_t *)bytes, n);
     if (s->mode != TKVI_WRITES || s->st || !n) return;
-    if (s->buf) memcpy(s->buf + s->written, bytes, n);
+    if (s->buf) memcpy(s->buf + (s->at - s->start), bytes, n);
     else if (s->write(s->user, bytes, n))
         s->st = tkvi_fail(s->kv, TKV_ERR_IO, "the write callback failed", 0, NULL);
-    s->written += n;
+    s->at += n;
 }
 
 static void tkvi_emit_zeros(tkvi_saver *s, size_t n) {
@@ -43,7 +57,110 @@ static void tkvi_emit_zeros(tkvi_saver *s, size_t n) {
     tkvi_emit(s, zeros, n);
 }
 
-static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
+/* >>what is saved of a layer */
+/* Index in a list of the first entry that holds the block of entry i. */
+static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    uint32_t other = kv->pool.entry[ids[i]].next_holder;
+    int first = i;
+    for (; other != ids[i]; other = kv->pool.entry[other].next_holder) {
+        const int at = tkvi_block_at(kv, list, ids, kv->pool.entry[other].start);
+        if (at >= 0 && at < first && ids[at] == other) first = at;
+    }
+    return first;
+}
+
+static int tkvi_is_first_with_block(const tkvi_saver *s, int i) {
+    return s->kv->pool.block[s->kv->pool.entry[s->ids[i]].block].refs == 1 ||
+           tkvi_first_with_block(s->kv, &s->list, s->ids, i) == i;
+}
+
+/* Looks at the list of a layer, or at the part of it with the first tokens. */
+static void tkvi_view_layer(tkvi_saver *s, int layer) {
+    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
+    s->list = *list;
+    s->ids = tkvi_ids(s->kv, s->p->seq, layer);
+    if (!s->p->length || s->p->length >= list->len) return;
+    tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, s->p->seq, layer, s->p->length), list->n);
+    s->list.len = s->p->length;
+    s->list.expired = tkvi_min(list->expired, s->p->length);
+    s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
+}
+
+/* Entry i as it is saved. *m: its token_meta, if the cache has any. */
+static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m) {
+    const tkvi_pool *pool = &s->kv->pool;
+    tkvi_entry e = pool->entry[s->ids[i]];
+    const int has_meta = TKVI_HAS_EVICT && pool->token_meta;
+    if (has_meta) *m = pool->token_meta[s->ids[i]];
+    else memset(m, 0, sizeof *m);
+    if (s->p->length && (i == s->list.n - 1 || i < tkvi_anchors_of(&s->list)))
+        tkvi_cut_entry(&e, has_meta ? m : NULL, s->list.len);
+    return e;
+}
+
+/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. */
+static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
+    const tkvi_pool *pool = &s->kv->pool;
+    const uint32_t number = pool->entry[s->ids[i]].block;
+    uint64_t slots = 0;
+    for (; i < s->list.n; i++) {
+        const tkvi_entry *e = &pool->entry[s->ids[i]];
+        if (e->block != number) continue;
+        slots |= tkvi_slots_before(tkvi_min(TKVI_BLOCK, tkvi_block_tokens(s->kv, &s->list, s->ids, i))) &
+                 ~(uint64_t)0 << e->first_slot;
+        if (pool->block[number].refs == 1) break;
+    }
+    return slots;
+}
+
+/* Puts zeros into the slots of an exact block that have no token of this list: what they hold is not its. */
+static const uint8_t *tkvi_clear_other_slots(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record,
+                                             int i) {
+    const uint64_t others = tkvi_slots_before(c->tokens) & ~tkvi_saved_slots(s, i);
+    int t, h;
+    if (!others || !tkvi_is_exact(c->record[0].k.format) || !tkvi_is_exact(c->record[0].v.format))
+        return record;
+    memcpy(s->room, record, tkvi_record_end(c));
+    for (t = 0; t < c->tokens; t++)
+        for (h = 0; h < c->n_kv_heads && others >> t & 1; h++) {
+            const tkvi_record *r = &c->record[h];
+            tkvi_put_token(&r->k, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at);
+            if (!tkvi_is_view(&r->v))
+                tkvi_put_token(&r->v, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at + r->v_at);
+        }
+    return s->room;
+}
+
+/* The record of the block of entry i, which lies in RAM, in attached bytes or in the store. NULL after an error. */
+static const uint8_t *tkvi_get_record(tkvi_saver *s, int layer, int i) {
+    const tkv_cache *kv = s->kv;
+    const uint32_t number = kv->pool.entry[s->ids[i]].block;
+    const tkvi_block *b = &kv->pool.block[number];
+    const tkvi_layout *c = &kv->tables.layout[b->layout];
+    if (s->st) return NULL;
+    if (!tkvi_is_offloaded(b)) return tkvi_clear_other_slots(s, c, tkvi_block_bytes(&kv->pool, b), i);
+    if (tkvi_is_attached(&kv->pool, number, TKVI_ITSELF)) {
+        const uint8_t *record = tkvi_read_attached(&kv->pool, number, c);
+        if (record) return record;
+        s->st = tkvi_fail(s->kv, TKV_ERR_DATA, "attached bytes are damaged in a block of layer", layer, "");
+        return NULL;
+    }
+    s->st = tkvi_fetch_block(kv, s->ids[i], TKVI_ITSELF, b->layout, s->room);
+    if (!s->st) return tkvi_clear_other_slots(s, c, s->room, i);
+    s->st = tkvi_fail(s->kv, s->st, "the store gave no block of layer", layer, "");
+    return NULL;
+}
+
+/* Emits a record, with zeros in the unused end of its slot. Returns the XXH64 of these bytes. */
+static uint64_t tkvi_emit_record(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record) {
+    const size_t end = tkvi_record_end(c);
+    size_t left = c->bytes.total - end;
+    memset(&s->sum, 0, sizeof s->sum);
+    tkvi_emit(s, record, end);
+    for (; left > 64; left -= 64) tkvi_emit_zeros(s, 64);
+    tkvi_emit_zeros(s, left);
+    return tkvi_xxh64_end(&s->sum);
+}
 
 /* >>sections */
 static int tkvi_saved_flags(const tkvi_saver *s) {
@@ -53,14 +170,16 @@ static int tkvi_saved_flags(const tkvi_saver *s) {
 
 static void tkvi_emit_head(tkvi_saver *s, int layer) {
     uint8_t head[TKVI_SAVED_HEAD] = {0};
+    const int len = tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS);
     (void)layer;
     memcpy(head, "TKVS", 4);
     tkvi_store32(head + 4, TKVI_SAVED_VERSION);
-    tkvi_store64(head + 8, (uint64_t)s->total);
+    tkvi_store64(head + 8, (uint64_t)s->end);
     tkvi_store64(head + 16, tkvi_xxh64(0, (const uint8_t *)s->p->model, s->p->model_bytes));
     tkvi_store32(head + 24, (uint32_t)s->kv->tables.cfg.model.n_layers);
-    tkvi_store32(head + 28, (uint32_t)tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS));
+    tkvi_store32(head + 28, (uint32_t)(s->p->length ? tkvi_min(s->p->length, len) : len));
     tkvi_store32(head + 32, (uint32_t)tkvi_saved_flags(s));
+    tkvi_store32(head + 36, (uint32_t)s->p->n_tokens);
     tkvi_emit(s, head, sizeof head);
 }
 
@@ -84,26 +203,26 @@ static void tkvi_emit_model(tkvi_saver *s, int layer) {
     }
 }
 
-static void tkvi_emit_tokens(tkvi_saver *s, int layer) {
+static void tkvi_emit_tokens(tkvi_saver *s, int section) {
+    const int first = section * TKVI_SAVED_TOKENS_AT_ONCE,
+              end = tkvi_min(s->p->n_tokens - first, TKVI_SAVED_TOKENS_AT_ONCE) + first;
     uint8_t at[64];
     int i, k, n;
-    (void)layer;
-    for (i = 0; i < s->p->n_tokens; i += n) {
-        n = tkvi_min(16, s->p->n_tokens - i);
+    for (i = first; i < end; i += n) {
+        n = tkvi_min(16, end - i);
         for (k = 0; k < n; k++) tkvi_store32(at + 4 * k, (uint32_t)s->p->tokens[i + k]);
         tkvi_emit(s, at, (size_t)(4 * n));
     }
 }
 
 /* Mask of the versions of a layer's table that its saved blocks have, and the current one. */
-static unsigned tkvi_versions_to_save(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+static unsigned tkvi_versions_to_save(const tkvi_saver *s, int layer) {
+    const tkv_cache *kv = s->kv;
     unsigned mask = 0;
     int i;
     if (tkvi_has_table(kv, layer)) mask = 1u << kv->tables.current_version[layer];
-    for (i = 0; i < list->n; i++) {
-        const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+    for (i = 0; i < s->list.n; i++) {
+        const int version = tkvi_version_of(kv, tkvi_block_of(kv, s->ids[i])->layout);
         if (version >= 0) mask |= 1u << version;
     }
     return mask;
@@ -111,7 +230,7 @@ static unsigned tkvi_versions_to_save(const tkv_cache *kv, int seq, int layer) {
 
 static void tkvi_emit_tables(tkvi_saver *s, int layer) {
     const tkv_cache *kv = s->kv;
-    const unsigned mask = tkvi_versions_to_save(kv, s->p->seq, layer);
+    const unsigned mask = tkvi_versions_to_save(s, layer);
     const int parts = tkvi_table_parts(kv, layer);
     const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), parts);
     uint8_t at[8];
@@ -124,112 +243,237 @@ static void tkvi_emit_tables(tkvi_saver *s, int layer) {
         tkvi_store32(at, (uint32_t)v);
         tkvi_store32(at + 4, kv->tables.current_version[layer] == v);
         tkvi_emit(s, at, 8);
-        if (s->mode != TKVI_COUNTS) (void)tkvi_save_table(kv, layer, v, parts, s->table);
-        tkvi_emit(s, s->table, bytes);
+        if (s->mode != TKVI_COUNTS) (void)tkvi_save_table(kv, layer, v, parts, s->room);
+        tkvi_emit(s, s->room, bytes);
     }
 }
 
-static void tkvi_emit_entry(tkvi_saver *s, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_entry *e = &s->kv->pool.entry[ids[i]];
-    uint8_t at[TKVI_SAVED_ENTRY] = {0};
-    tkvi_store32(at, (uint32_t)tkvi_first_with_block(s->kv, list, ids, i));
-    tkvi_store32(at + 4, (uint32_t)e->start);
-    tkvi_store64(at + 8, e->evicted_mask);
-    tkvi_store64(at + 16, tkvi_sink_mask(&s->kv->pool, ids[i]));
-    tkvi_store32(at + 24, (uint32_t)e->shift);
-    tkvi_store32(at + 28, (uint32_t)e->turned);
-    at[32] = (uint8_t)e->n_packed;
-    at[33] = e->first_slot;
-    at[34] = e->end_slot;
-    at[35] = e->tier;
-    at[36] = e->has_anchors;
-    tkvi_emit(s, at, sizeof at);
+/* Where the record of block k of the layer is. *next: behind the record of the block before. */
+static size_t tkvi_record_place(const tkvi_saver *s, size_t k, const tkvi_layout *c, size_t *next) {
+    const size_t at =
+        s->record_at ? (size_t)tkvi_load64(s->record_at + 8 * (s->first_block + k)) : s->records_from + *next;
+    *next += tkvi_saved_record_bytes(c);
+    return at;
 }
 
-static void tkvi_emit_meta(tkvi_saver *s, uint32_t id) {
-    const tkvi_token_meta *m = &s->kv->pool.token_meta[id];
-    const tkvi_entry *e = &s->kv->pool.entry[id];
-    uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
-    int t;
-    tkvi_store64(at, m->pinned_mask);
-    tkvi_store64(at + 8, m->temporary_mask);
-    tkvi_store64(at + 16, m->anchored_mask);
-    tkvi_store32(at + 24, (uint32_t)m->temporary_until);
-    tkvi_store32(at + 28, (uint32_t)m->score_step);
-    tkvi_store32(at + 32, (uint32_t)m->moved_at);
-    for (t = 0; t < TKVI_ANCHOR_SLOTS && e->has_anchors; t++)
-        tkvi_store32(at + 40 + 4 * t, (uint32_t)m->index.any[t]);
-    for (t = 0; t < TKVI_BLOCK && !e->has_anchors && e->n_packed; t++)
-        tkvi_store16(at + 40 + 2 * t, m->index.after_start[t]);
-    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m->scores[t]);
-    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
-}
-
-static void tkvi_emit_list(tkvi_saver *s, int layer) {
-    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
-    const uint32_t *ids = tkvi_ids(s->kv, s->p->seq, layer);
-    const int head[] = {list->n,       list->sinks,           list->archive,
-                        list->warm,    tkvi_anchors_of(list), list->len,
-                        list->expired, list->chunk_start,     tkvi_has_moved(list)};
-    uint8_t at[TKVI_SAVED_LIST] = {0};
-    int i, n_blocks = 0;
-    for (i = 0; i < (int)(sizeof head / sizeof *head); i++) tkvi_store32(at + 4 * i, (uint32_t)head[i]);
-    for (i = 0; i < list->n; i++) n_blocks += tkvi_first_with_block(s->kv, list, ids, i) == i;
-    tkvi_store32(at + 36, (uint32_t)n_blocks);
-    tkvi_emit(s, at, sizeof at);
-    for (i = 0; i < list->n; i++) tkvi_emit_entry(s, list, ids, i);
-    for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, ids[i]);
-}
-
-/* Emits the record of a block, from RAM or from the store. */
-static void tkvi_emit_record(tkvi_saver *s, int layer, uint32_t id, tkvi_fetch_buffer *buffer) {
-    const tkv_cache *kv = s->kv;
-    const tkvi_block *b = tkvi_block_of(kv, id);
-    const tkvi_layout *c = &kv->tables.layout[b->layout];
-    int head, side;
-    if (s->mode == TKVI_COUNTS) {
-        s->n += tkvi_record_bytes(c);
-        return;
+/* Where the former save has the same record. 0: it has none. It goes on with the former list where it was. */
+static size_t tkvi_find_former_record(const tkvi_saver *s, const tkvi_saved_list *list,
+                                      tkvi_block_cursor *from, int *left, const tkvi_block *b, uint64_t sum) {
+    const tkvi_layout *c = &s->kv->tables.layout[b->layout];
+    const size_t n = c->bytes.total;
+    uint64_t at;
+    while (*left && from->run && tkvi_saved_first_position(from) < b->first_position) {
+        if (--*left) tkvi_next_saved_block(list, from);
     }
-    if (!tkvi_is_offloaded(b)) {
-        tkvi_emit(s, tkvi_block_bytes(&kv->pool, b), tkvi_record_bytes(c));
-        return;
-    }
-    for (head = 0; head < c->n_kv_heads && !s->st; head++)
-        for (side = 0; side < 2 && !s->st; side++) {
-            const size_t n = side ? c->record[head].v.bytes : c->record[head].k.bytes;
-            const uint8_t *bytes = NULL;
-            if (!n) continue;
-            s->st = tkvi_get_side_bytes(kv, id, head, side ? TKV_V : TKV_K, buffer, &bytes);
-            if (s->st) s->st = tkvi_fail(s->kv, s->st, "the store gave no block of layer", layer, "");
-            else tkvi_emit(s, bytes, n);
+    if (!*left || tkvi_saved_first_position(from) != b->first_position ||
+        from->run[0] != (uint8_t)c->pair.k || from->run[1] != (uint8_t)c->pair.v ||
+        from->run[2] != (uint8_t)c->tokens)
+        return 0;
+    at = tkvi_saved_record_at(from, c);
+    if (at < 64 || at % 64 || at >= s->former.end || n + 8 > s->former.end - (size_t)at) return 0;
+    return tkvi_load64(s->former.bytes + (size_t)at + n) == sum + at ? (size_t)at : 0;
+}
+
+/* Looks for the records of a layer in the former save. Those that it does not have come behind s->records_from. */
+static void tkvi_place_new_records(tkvi_saver *s, int layer) {
+    const tkvi_section head = tkvi_find_section(&s->former, TKVI_SAVED_HEAD_KIND, 0, NULL);
+    tkvi_saved_list list;
+    tkvi_block_cursor from = {NULL, 0, 0};
+    int i, left = 0;
+    size_t k = 0;
+    if (head.n == TKVI_SAVED_HEAD &&
+        !tkvi_open_saved_list(tkvi_find_section(&s->former, TKVI_SAVED_LISTS, layer, NULL),
+                              (int)tkvi_load32(head.at + 32), &list))
+        left = list.n_blocks;
+    if (left) tkvi_next_saved_block(&list, &from);
+    for (i = 0; i < s->list.n && !s->st; i++) {
+        const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
+        const tkvi_layout *c = &s->kv->tables.layout[b->layout];
+        const uint8_t *record;
+        const size_t n = s->n;
+        size_t at;
+        if (!tkvi_is_first_with_block(s, i)) continue;
+        record = tkvi_get_record(s, layer, i);
+        if (!record) return;
+        s->info.n_blocks++;
+        at = tkvi_find_former_record(s, &list, &from, &left, b, tkvi_emit_record(s, c, record));
+        s->n = n;
+        s->whole += tkvi_saved_record_bytes(c);
+        if (!at) {
+            at = s->records_from + s->n;
+            s->n += tkvi_saved_record_bytes(c);
+            s->info.n_new_blocks++;
         }
+        tkvi_store64(s->record_at + 8 * (s->first_block + k++), (uint64_t)at);
+    }
 }
 
-static void tkvi_emit_blocks(tkvi_saver *s, int layer) {
-    const tkv_cache *kv = s->kv;
-    const tkvi_list *list = tkvi_list_of(kv, s->p->seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, s->p->seq, layer);
-    tkvi_fetch_buffer buffer;
+static void tkvi_emit_records(tkvi_saver *s, int layer) {
+    size_t k = 0, next = 0;
     int i;
-    tkvi_empty_buffer(&buffer, s->p->seq, layer);
-    for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const tkvi_layout *c = &kv->tables.layout[b->layout];
-        const int version = tkvi_version_of(kv, b->layout);
-        uint8_t at[TKVI_SAVED_BLOCK] = {0};
-        if (tkvi_first_with_block(kv, list, ids, i) != i) continue;
+    if (s->mode == TKVI_HASHES) {
+        tkvi_place_new_records(s, layer);
+        return;
+    }
+    for (i = 0; i < s->list.n && !s->st; i++) {
+        const tkvi_layout *c = &s->kv->tables.layout[tkvi_block_of(s->kv, s->ids[i])->layout];
+        const size_t padded = tkvi_saved_record_bytes(c), at = s->at;
+        const uint8_t *record;
+        uint8_t sum[8];
+        if (!tkvi_is_first_with_block(s, i)) continue;
+        if (s->mode == TKVI_COUNTS) {
+            s->n += padded;
+            s->info.n_blocks++;
+            s->info.n_new_blocks++;
+            continue;
+        }
+        if (tkvi_record_place(s, k++, c, &next) != at) continue; /* a former save has it */
+        record = tkvi_get_record(s, layer, i);
+        if (!record) return;
+        tkvi_store64(sum, tkvi_emit_record(s, c, record) + (uint64_t)at);
+        tkvi_emit(s, sum, 8);
+        tkvi_emit_zeros(s, padded - c->bytes.total - 8);
+    }
+}
+
+/* A run of entries or of blocks, while it grows. */
+typedef struct tkvi_run_writer {
+    uint8_t at[TKVI_SAVED_ENTRIES], last[TKVI_SAVED_ENTRIES];
+    int repeat, n;  /* n: runs before this one */
+    int is_counted; /* 1: no run is emitted */
+} tkvi_run_writer;
+
+static void tkvi_end_run(tkvi_saver *s, tkvi_run_writer *w, size_t bytes) {
+    if (!w->repeat) return;
+    tkvi_store32(w->at + 12, (uint32_t)w->repeat);
+    if (!w->is_counted) tkvi_emit(s, w->at, bytes);
+    w->repeat = 0;
+    w->n++;
+}
+
+/* Adds an entry to a run, or begins one with it. */
+static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
+    const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
+    const int is_alike = w->repeat && tkvi_load32(entry + 4) == tkvi_load32(entry) &&
+                         tkvi_load32(w->last + 4) == tkvi_load32(w->last) && step >= 1 &&
+                         step <= TKVI_BLOCK && (w->repeat == 1 || step == w->at[29]) &&
+                         memcmp(entry + 16, w->last + 16, 32) == 0;
+    if (!is_alike) {
+        tkvi_end_run(s, w, TKVI_SAVED_ENTRIES);
+        memcpy(w->at, entry, TKVI_SAVED_ENTRIES);
+    } else {
+        w->at[29] = (uint8_t)step;
+    }
+    memcpy(w->last, entry, TKVI_SAVED_ENTRIES);
+    w->repeat++;
+}
+
+static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
+    tkvi_run_writer w;
+    int i;
+    memset(&w, 0, sizeof w);
+    w.is_counted = is_counted;
+    for (i = 0; i < s->list.n; i++) {
+        tkvi_token_meta m;
+        const tkvi_entry e = tkvi_view_entry(s, i, &m);
+        const int is_own = s->kv->pool.block[e.block].refs == 1;
+        uint8_t at[TKVI_SAVED_ENTRIES] = {0};
+        tkvi_store32(at, (uint32_t)i);
+        tkvi_store32(at + 4, (uint32_t)(is_own ? i : tkvi_first_with_block(s->kv, &s->list, s->ids, i)));
+        tkvi_store32(at + 8, (uint32_t)e.start);
+        tkvi_store32(at + 16, (uint32_t)e.shift);
+        tkvi_store32(at + 20, (uint32_t)e.turned);
+        at[24] = (uint8_t)e.n_packed;
+        at[25] = e.first_slot;
+        at[26] = e.end_slot;
+        at[27] = (uint8_t)tkvi_tier_at(&s->list, i);
+        at[28] = e.has_anchors;
+        tkvi_store64(at + 32, e.evicted_mask);
+        tkvi_store64(at + 40, TKVI_HAS_EVICT ? e.sink_mask : 0);
+        if (i == s->list.sinks) tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+        tkvi_add_saved_entry(s, &w, at);
+    }
+    tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+    return w.n;
+}
+
+/* Adds a block to a run, or begins one with it. bytes: of its record. */
+static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *block, size_t bytes) {
+    const int64_t step = (int64_t)tkvi_saved_int(block + 8) - tkvi_saved_int(w->last + 8);
+    const int is_alike = w->repeat && step >= 0 && step <= 255 && (w->repeat == 1 || step == w->at[5]) &&
+                         memcmp(block, w->last, 5) == 0 &&
+                         tkvi_load64(block + 16) == tkvi_load64(w->last + 16) + (uint64_t)bytes;
+    if (!is_alike) {
+        tkvi_end_run(s, w, TKVI_SAVED_BLOCKS);
+        memcpy(w->at, block, TKVI_SAVED_BLOCKS);
+    } else {
+        w->at[5] = (uint8_t)step;
+    }
+    memcpy(w->last, block, TKVI_SAVED_BLOCKS);
+    w->repeat++;
+}
+
+/* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */
+static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
+    tkvi_run_writer w;
+    size_t k = 0, next = 0;
+    int i;
+    memset(&w, 0, sizeof w);
+    w.is_counted = is_counted;
+    for (i = 0; i < s->list.n; i++) {
+        const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
+        const tkvi_layout *c = &s->kv->tables.layout[b->layout];
+        const int version = tkvi_version_of(s->kv, b->layout);
+        uint8_t at[TKVI_SAVED_BLOCKS] = {0};
+        if (!tkvi_is_first_with_block(s, i)) continue;
         at[0] = (uint8_t)c->pair.k;
         at[1] = (uint8_t)c->pair.v;
         at[2] = (uint8_t)c->tokens;
         at[3] = b->tier;
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
-        tkvi_emit(s, at, sizeof at);
+        tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
+        tkvi_add_saved_block(s, &w, at, tkvi_saved_record_bytes(c));
     }
-    tkvi_emit_zeros(s, tkvi_gap_to(s->n, 64));
-    for (i = 0; i < list->n && !s->st; i++)
-        if (tkvi_first_with_block(kv, list, ids, i) == i) tkvi_emit_record(s, layer, ids[i], &buffer);
+    tkvi_end_run(s, &w, TKVI_SAVED_BLOCKS);
+    *n_blocks = (int)k;
+    return w.n;
+}
+
+static void tkvi_emit_meta(tkvi_saver *s, int i) {
+    tkvi_token_meta m;
+    const tkvi_entry e = tkvi_view_entry(s, i, &m);
+    uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
+    int t;
+    tkvi_store64(at, m.pinned_mask);
+    tkvi_store64(at + 8, m.temporary_mask);
+    tkvi_store64(at + 16, m.anchored_mask);
+    tkvi_store32(at + 24, (uint32_t)m.temporary_until);
+    tkvi_store32(at + 28, (uint32_t)m.score_step);
+    tkvi_store32(at + 32, (uint32_t)m.moved_at);
+    for (t = 0; t < TKVI_ANCHOR_SLOTS && e.has_anchors; t++)
+        tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
+    for (t = 0; t < TKVI_BLOCK && !e.has_anchors && e.n_packed; t++)
+        tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
+    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
+}
+
+static void tkvi_emit_list(tkvi_saver *s, int layer) {
+    int i, n_blocks = 0;
+    const int n_entry_runs = tkvi_emit_entry_runs(s, 1), n_block_runs = tkvi_emit_block_runs(s, 1, &n_blocks);
+    const tkvi_list *list = &s->list;
+    const int head[] = {list->n,       list->sinks,           list->archive,
+                        list->warm,    tkvi_anchors_of(list), list->len,
+                        list->expired, list->chunk_start,     tkvi_has_moved(list),
+                        n_blocks,      n_entry_runs,          n_block_runs};
+    uint8_t at[TKVI_SAVED_LIST];
+    (void)layer;
+    for (i = 0; i < (int)(sizeof head / sizeof *head); i++) tkvi_store32(at + 4 * i, (uint32_t)head[i]);
+    tkvi_emit(s, at, sizeof at);
+    (void)tkvi_emit_entry_runs(s, 0);
+    (void)tkvi_emit_block_runs(s, 0, &n_blocks);
+    for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
 }
 
 static void tkvi_emit_states(tkvi_saver *s, int layer) {
@@ -239,6 +483,7 @@ static void tkvi_emit_states(tkvi_saver *s, int layer) {
     for (i = 0; TKVI_HAS_STATES && i < list->n; i++) {
         const tkvi_state *state = list->held[i].state;
         uint8_t at[TKVI_SAVED_STATE];
+        if (s->p->length && state->n_tokens > s->p->length) continue;
         tkvi_store32(at, (uint32_t)state->layer);
         tkvi_store32(at + 4, (uint32_t)state->n_tokens);
         tkvi_store64(at + 8, (uint64_t)state->size);
@@ -252,73 +497,151 @@ typedef void (*tkvi_emitter)(tkvi_saver *s, int layer);
 
 /* In the order of tkvi_saved_kind. */
 static const tkvi_emitter tkvi_emitters[TKVI_SAVED_KINDS] = {
-    tkvi_emit_head, tkvi_emit_model,  tkvi_emit_tokens, tkvi_emit_tables,
-    tkvi_emit_list, tkvi_emit_blocks, tkvi_emit_states};
+    tkvi_emit_head,    tkvi_emit_model, tkvi_emit_tokens, tkvi_emit_tables,
+    tkvi_emit_records, tkvi_emit_list,  tkvi_emit_states};
 
 /* >>the whole */
 /* Goes to the next section. kind begins at 0, *layer at -1. Returns 0 behind the last one. */
-static int tkvi_next_section(const tkv_cache *kv, int *kind, int *layer) {
+static int tkvi_next_section(const tkvi_saver *s, int *kind, int *layer) {
+    const tkv_cache *kv = s->kv;
     for (++*layer; *kind < TKVI_SAVED_KINDS; ++*kind, *layer = 0) {
-        if (!tkvi_is_by_layer(*kind) && *layer == 0) return 1;
-        for (; tkvi_is_by_layer(*kind) && *layer < kv->tables.cfg.model.n_layers; ++*layer)
-            if (kv->tables.plan[*layer].stored_layer == *layer) return 1;
+        const int n = *kind == TKVI_SAVED_TOKENS
+                          ? (s->p->n_tokens + TKVI_SAVED_TOKENS_AT_ONCE - 1) / TKVI_SAVED_TOKENS_AT_ONCE
+                      : tkvi_is_by_layer(*kind) ? kv->tables.cfg.model.n_layers
+                                                : 1;
+        for (; *layer < n; ++*layer)
+            if (!tkvi_is_by_layer(*kind) || kv->tables.plan[*layer].stored_layer == *layer) return 1;
     }
     return 0;
 }
 
-/* Emits all sections in a mode, and in TKVI_HASHES the index. Returns the number of sections. */
-static uint32_t tkvi_emit_sections(tkvi_saver *s, tkvi_emit_mode mode, size_t *end) {
-    int kind = 0, layer = -1;
-    uint32_t n = 0;
-    size_t at = 0;
-    for (; !s->st && tkvi_next_section(s->kv, &kind, &layer); n++) {
-        uint8_t entry[TKVI_SAVED_SECTION];
-        const size_t gap = tkvi_gap_to(at, 64);
-        s->mode = mode;
-        if (mode == TKVI_WRITES) tkvi_emit_zeros(s, gap);
-        at += gap;
-        s->n = 0;
-        memset(&s->sum, 0, sizeof s->sum);
-        tkvi_emitters[kind](s, layer);
-        tkvi_store32(entry, (uint32_t)kind);
-        tkvi_store32(entry + 4, (uint32_t)layer);
-        tkvi_store64(entry + 8, (uint64_t)at);
-        tkvi_store64(entry + 16, (uint64_t)s->n);
-        tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
-        at += s->n;
-        if (mode != TKVI_HASHES) continue;
-        s->mode = TKVI_WRITES;
-        tkvi_emit(s, entry, sizeof entry);
-        tkvi_xxh64_add(&s->index, entry, sizeof entry);
+/* Where the records of a layer begin, of those that have been planned. */
+static size_t tkvi_planned_records(const tkvi_saver *s, int layer) {
+    uint32_t i;
+    for (i = 0; s->index && i < s->n_sections; i++) {
+        const uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
+        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)layer)
+            return (size_t)tkvi_load64(entry + 8);
     }
-    *end = at;
-    return n;
+    return 0;
 }
 
-static void tkvi_emit_end(tkvi_saver *s, size_t index_at, uint32_t n) {
+/* Begins a section at a place of the file. */
+static void tkvi_begin_section(tkvi_saver *s, tkvi_emit_mode mode, int kind, int layer, size_t at) {
+    s->mode = mode;
+    s->n = 0;
+    memset(&s->sum, 0, sizeof s->sum);
+    if (s->kind != kind) s->first_block = 0;
+    s->kind = kind;
+    if (!tkvi_is_by_layer(kind)) return;
+    tkvi_view_layer(s, layer);
+    if (kind == TKVI_SAVED_RECORDS) s->records_from = at;
+    if (kind == TKVI_SAVED_LISTS) s->records_from = tkvi_planned_records(s, layer);
+}
+
+/* Ends a section: the next one is of the layer behind. */
+static void tkvi_end_section(tkvi_saver *s, int kind) {
+    int i;
+    if (kind != TKVI_SAVED_LISTS && kind != TKVI_SAVED_RECORDS) return;
+    for (i = 0; i < s->list.n; i++) s->first_block += (size_t)tkvi_is_first_with_block(s, i);
+}
+
+/* The section of the former save with the bytes that were hashed. at NULL: it has none. */
+static tkvi_section tkvi_find_former_section(const tkvi_saver *s, int kind, int layer) {
+    tkvi_section former = {NULL, 0};
+    const uint64_t sum = tkvi_xxh64_end(&s->sum);
+    uint64_t saved = 0;
+    if (s->mode != TKVI_HASHES || kind == TKVI_SAVED_RECORDS || kind == TKVI_SAVED_HEAD_KIND) return former;
+    former = tkvi_find_section(&s->former, kind, layer, &saved);
+    if (former.at && (former.n != s->n || saved != sum || tkvi_xxh64(0, former.at, former.n) != sum))
+        former.at = NULL;
+    return former;
+}
+
+/* Counts the bytes of all sections and plans the index. Behind a former save, sections that it has stay there. */
+static void tkvi_plan_save(tkvi_saver *s) {
+    const tkvi_emit_mode mode = s->former.bytes ? TKVI_HASHES : TKVI_COUNTS;
+    int kind = 0, layer = -1;
+    size_t at = s->start;
+    s->n_sections = 0;
+    s->whole = 0;
+    s->kind = -1;
+    memset(&s->info, 0, sizeof s->info);
+    for (; !s->st && tkvi_next_section(s, &kind, &layer); s->n_sections++) {
+        const size_t gap = tkvi_gap_to(at, 64);
+        uint8_t *entry = s->index ? s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION : NULL;
+        tkvi_section former;
+        tkvi_begin_section(s, mode, kind, layer, at + gap);
+        tkvi_emitters[kind](s, layer);
+        tkvi_end_section(s, kind);
+        former = tkvi_find_former_section(s, kind, layer);
+        if (kind != TKVI_SAVED_RECORDS || mode == TKVI_COUNTS) s->whole += s->n + tkvi_gap_to(s->n, 64);
+        if (entry) {
+            tkvi_store32(entry, (uint32_t)kind);
+            tkvi_store32(entry + 4, (uint32_t)layer);
+            tkvi_store64(entry + 8, (uint64_t)(former.at ? (size_t)(former.at - s->former.bytes) : at + gap));
+            tkvi_store64(entry + 16, (uint64_t)s->n);
+            tkvi_store64(entry + 24, former.at ? tkvi_xxh64_end(&s->sum) : 0);
+        }
+        if (!former.at) at += gap + s->n;
+    }
+    at += (size_t)s->n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
+    s->end = at + tkvi_gap_to(at, 64);
+    s->whole += (size_t)s->n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
+    s->whole += tkvi_gap_to(s->whole, 64);
+}
+
+/* Writes the sections that no former save has, the index and the end. */
+static void tkvi_write_save(tkvi_saver *s) {
     uint8_t end[TKVI_SAVED_END] = {0};
+    const size_t index_bytes = (size_t)s->n_sections * TKVI_SAVED_SECTION,
+                 index_at = s->end - index_bytes - TKVI_SAVED_END;
+    tkvi_xxh64_sum sum;
+    int kind = 0, layer = -1;
+    uint32_t i;
+    s->at = s->start;
+    s->kind = -1;
+    for (i = 0; !s->st && tkvi_next_section(s, &kind, &layer); i++) {
+        uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
+        const size_t at = (size_t)tkvi_load64(entry + 8);
+        s->mode = TKVI_WRITES;
+        if (at >= s->start) tkvi_emit_zeros(s, at - s->at);
+        tkvi_begin_section(s, TKVI_WRITES, kind, layer, at);
+        if (at >= s->start) {
+            tkvi_emitters[kind](s, layer);
+            if (kind != TKVI_SAVED_RECORDS) tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
+        }
+        tkvi_end_section(s, kind);
+    }
+    if (s->st) return;
+    tkvi_emit_zeros(s, index_at - s->at);
+    tkvi_emit(s, s->index, index_bytes);
     tkvi_store64(end, (uint64_t)index_at);
-    tkvi_store32(end + 8, n);
-    tkvi_store32(end + 12, TKVI_SAVED_VERSION);
-    tkvi_xxh64_add(&s->index, end, 16);
-    tkvi_store64(end + 16, tkvi_xxh64_end(&s->index));
-    memcpy(end + 24, "TKVSEND", 7);
-    s->mode = TKVI_WRITES;
+    tkvi_store64(end + 8, (uint64_t)s->start);
+    tkvi_store32(end + 16, s->n_sections);
+    tkvi_store32(end + 20, TKVI_SAVED_VERSION);
+    memset(&sum, 0, sizeof sum);
+    tkvi_xxh64_add(&sum, s->index, index_bytes);
+    tkvi_xxh64_add(&sum, end, 24);
+    tkvi_store64(end + 24, tkvi_xxh64_end(&sum));
+    memcpy(end + 32, "TKVSEND", 7);
     tkvi_emit(s, end, sizeof end);
 }
 
 static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
-    int layer;
+    tkv_status st;
+    int layer, i;
     if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
-    if (kv->seq[p->seq].in_step)
-        return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", p->seq, "");
-    if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model))
-        return tkvi_fail(kv, TKV_ERR_ARG, "tokens or model are missing", 0, NULL);
+    if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model) ||
+        (p->former_bytes && !p->former))
+        return tkvi_fail(kv, TKV_ERR_ARG, "tokens, model or former are missing", 0, NULL);
+    st = tkvi_check_cut(kv, p->seq, p->length);
+    if (st) return st;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, p->seq, layer);
         const uint32_t *ids = tkvi_ids(kv, p->seq, layer);
-        int i;
-        for (i = 0; i < list->n; i++)
+        const int n = p->length ? tkvi_n_blocks_before(kv, p->seq, layer, p->length)
+                                : tkvi_list_of(kv, p->seq, layer)->n;
+        for (i = 0; i < n; i++)
             if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
                 return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
                                  layer, "");
@@ -326,39 +649,86 @@ static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
     return TKV_OK;
 }
 
-/* The largest table that tkvi_emit_tables saves. */
-static size_t tkvi_most_table_bytes(const tkv_cache *kv) {
+/* Bytes of the largest block or table of a layer. */
+static size_t tkvi_room_for_piece(const tkv_cache *kv) {
     size_t most = 0;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored_layer == layer) {
-            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
+    int i;
+    for (i = 0; i < kv->tables.n_layouts; i++) {
+        const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
+        most = slot > most ? slot : most;
+    }
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        if (kv->tables.plan[i].stored_layer == i) {
+            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, i), tkvi_table_parts(kv, i));
             most = bytes > most ? bytes : most;
         }
-    return most;
+    return most + tkvi_gap_to(most, 64);
 }
 
-/* Writes all to s->buf or s->write; `size` bytes are there. Both NULL: counts. */
-static tkv_status tkvi_save(tkvi_saver *s, size_t size, size_t *needed) {
-    const size_t table = tkvi_most_table_bytes(s->kv);
-    size_t index_at;
-    const uint32_t n = tkvi_emit_sections(s, TKVI_COUNTS, &index_at);
-    index_at += tkvi_gap_to(index_at, 64);
-    s->total = index_at + (size_t)n * TKVI_SAVED_SECTION + TKVI_SAVED_END;
-    if (needed) *needed = s->total;
-    if (!s->buf && !s->write) return TKV_OK;
-    if (s->buf && size < s->total)
-        return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "the buffer is too small; bytes needed:", (int64_t)s->total,
+/* Takes room from the caller's scratch memory, or from the heap. *taken: NULL, or what the heap must get back. */
+static tkv_status tkvi_take_room(tkv_cache *kv, void *scratch, size_t scratch_bytes, size_t bytes,
+                                 uint8_t **room, uint8_t **taken) {
+    const size_t gap = scratch ? tkvi_gap_to((size_t)(uintptr_t)scratch, 64) : 0;
+    *taken = NULL;
+    *room = (uint8_t *)scratch + gap;
+    if (scratch && scratch_bytes < bytes + gap)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:", (int64_t)bytes + 63,
                          "");
-    if (table && !(s->table = (uint8_t *)tkvi_get(&s->kv->heap, table)))
-        return tkvi_refuse_no_memory(s->kv, "no memory to save sequence", s->p->seq, "");
-    (void)tkvi_emit_sections(s, TKVI_WRITES, &index_at);
-    s->mode = TKVI_WRITES;
-    tkvi_emit_zeros(s, tkvi_gap_to(index_at, 64));
-    index_at += tkvi_gap_to(index_at, 64);
-    if (!s->st) (void)tkvi_emit_sections(s, TKVI_HASHES, &size);
-    if (!s->st) tkvi_emit_end(s, index_at, n);
-    if (table) tkvi_put(&s->kv->heap, s->table, table);
+    if (!scratch) *room = *taken = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    return *room ? TKV_OK
+                 : tkvi_refuse_no_memory(
+                       kv, "no memory to save or load; give scratch of bytes:", (int64_t)bytes + 63, "");
+}
+
+/* Plans a save behind the former one, or a whole one if the file would have more than twice the bytes of that. */
+static void tkvi_choose_save(tkvi_saver *s, const tkvi_saved_file *former, uint8_t *record_at) {
+    s->former = *former;
+    s->start = former->bytes ? former->end : 0;
+    s->record_at = former->bytes ? record_at : NULL;
+    tkvi_plan_save(s);
+    if (s->st || !former->bytes || s->end / 2 <= s->whole) return;
+    memset(&s->former, 0, sizeof s->former);
+    s->start = 0;
+    s->record_at = NULL;
+    tkvi_plan_save(s);
+}
+
+/* Saves to `buf` of `size` bytes, or through s->write. Without both it counts. */
+static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *needed) {
+    tkvi_saved_file former;
+    const char *fault = NULL;
+    uint8_t *room, *taken;
+    size_t n_blocks = 0, bytes;
+    tkv_status st;
+    int layer;
+    memset(&former, 0, sizeof former);
+    if (s->p->former_bytes)
+        fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
+    if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
+    tkvi_plan_save(s);
+    for (layer = 0; layer < s->kv->tables.cfg.model.n_layers && former.bytes; layer++)
+        n_blocks += (size_t)tkvi_list_of(s->kv, s->p->seq, layer)->n;
+    bytes = tkvi_room_for_piece(s->kv) + (size_t)s->n_sections * TKVI_SAVED_SECTION + 8 * n_blocks;
+    if (buf || s->write || former.bytes) {
+        st = tkvi_take_room(s->kv, s->p->scratch, s->p->scratch_bytes, bytes, &room, &taken);
+        if (st) return st;
+        s->room = room;
+        s->index = room + tkvi_room_for_piece(s->kv);
+        tkvi_choose_save(s, &former, s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION);
+    } else {
+        taken = NULL;
+    }
+    s->info.bytes = s->end - s->start;
+    s->info.at = s->start;
+    s->info.live = s->whole;
+    if (!s->st && needed) *needed = s->info.bytes;
+    if (!s->st && s->p->info) *s->p->info = s->info;
+    if (!s->st && buf && size < s->info.bytes)
+        s->st = tkvi_fail(s->kv, TKV_ERR_CAPACITY,
+                          "the buffer is too small; bytes needed:", (int64_t)s->info.bytes, "");
+    s->buf = (uint8_t *)buf;
+    if (!s->st && (buf || s->write)) tkvi_write_save(s);
+    if (taken) tkvi_put(&s->kv->heap, taken, bytes);
     return s->st ? s->st : tkvi_ok(s->kv);
 }
 
@@ -373,8 +743,7 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
     memset(&s, 0, sizeof s);
     s.kv = kv;
     s.p = p;
-    s.buf = (uint8_t *)buf;
-    return tkvi_save(&s, size, needed);
+    return tkvi_save(&s, buf, size, needed);
 }
 
 TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
@@ -390,7 +759,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
     s.p = p;
     s.write = write;
     s.user = user;
-    return tkvi_save(&s, 0, NULL);
+    return tkvi_save(&s, NULL, 0, NULL);
 }
 
 #endif /* TKVI_PERSIST_SAVE_H */

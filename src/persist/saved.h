@@ -2,27 +2,38 @@
  * persist/saved.h - the bytes of a saved sequence. All numbers are little-endian. Sections begin at multiples of 64,
  * and the bytes between them are zero. So blocks lie in a file as they lie in a cache.
  *
- *     | head | model | tokens | tables, by layer | lists, by layer | blocks, by layer | states | index | end |
+ *     | head | model | tokens | tables, by layer | records, by layer | lists, by layer | states | index | end |
  *
- *   head     "TKVS" | u32 version | u64 bytes of all | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores | zeros to 64
+ * A journal is a saved sequence with later saves behind it, of the same form. Sections of a later save that have not
+ * changed are not written again: its index names those of former saves. So do its lists with records.
+ *
+ *     | first save | what the second one changed | ... | what the last one changed |
+ *
+ *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
+ *            u32 flags: 1 token_meta, 2 scores | u32 tokens of the caller's | zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *            u64 RoPE
- *   tokens   i32 of the caller's each
+ *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
  *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
+ *   record   bytes of a block, all heads, zeros to the size of its slot
+ *            u64 XXH64 of them, plus their place in the file | zeros to 64
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
- *            u32 is_moved | u32 blocks | 2 u32 0 | entries [n] | token_meta [n], if a flag says so
- *   entry    u32 first entry with its block | i32 start | u64 evicted_mask | u64 sink_mask | i32 shift | i32 turned
- *            i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | 3 zeros
+ *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
+ *            runs of entries | runs of blocks | token_meta [n], if a flag says so
+ *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
+ *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
+ *            u64 evicted_mask | u64 sink_mask
+ *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
+ *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
+ *            2 zeros | i32 first position | u32 repeat | u64 record of the first
+ *            `repeat` blocks, `step` positions apart, whose records follow each other
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
- *   block    u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | 3 zeros
- *            i32 first position; these of all blocks, zeros to 64, then the records of all
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64
- *   end      u64 offset of the index | u32 sections | u32 version | u64 XXH64 of the index and these 16 bytes
- *            "TKVSEND", a zero
+ *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
+ *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
+ *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
  *
  * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
  */
@@ -31,18 +42,20 @@
 
 #include "core/checksum.h"
 #include "learn/calibration.h"
+#include "reclaim/offload.h"
 #include "reclaim/versions.h"
 
 #define TKVI_SAVED_VERSION 1
 #define TKVI_SAVED_HEAD 64
 #define TKVI_SAVED_LIST 48
-#define TKVI_SAVED_ENTRY 40
+#define TKVI_SAVED_ENTRIES 48
+#define TKVI_SAVED_BLOCKS 24
 #define TKVI_SAVED_META 168
 #define TKVI_SAVED_SCORES (4 * TKVI_BLOCK)
-#define TKVI_SAVED_BLOCK 12
 #define TKVI_SAVED_STATE 16
 #define TKVI_SAVED_SECTION 32
-#define TKVI_SAVED_END 32
+#define TKVI_SAVED_END 40
+#define TKVI_SAVED_TOKENS_AT_ONCE 4096
 #define TKVI_NO_VERSION 255
 
 enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2 };
@@ -52,19 +65,37 @@ typedef enum tkvi_saved_kind {
     TKVI_SAVED_MODEL,
     TKVI_SAVED_TOKENS,
     TKVI_SAVED_TABLES,
+    TKVI_SAVED_RECORDS,
     TKVI_SAVED_LISTS,
-    TKVI_SAVED_BLOCKS,
     TKVI_SAVED_STATES,
     TKVI_SAVED_KINDS
 } tkvi_saved_kind;
 
 /* 1 if sections of this kind exist once for each layer with blocks of its own. */
-static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_BLOCKS; }
+static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_LISTS; }
 
-/* Bytes of the record of a block: all heads, without the unused end of its slot. */
-static size_t tkvi_record_bytes(const tkvi_layout *c) {
+static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
+
+/* End of the bytes of a block in its slot. Where heads share bytes by a table, it must be known. */
+static size_t tkvi_record_end(const tkvi_layout *c) {
     const tkvi_record *last = &c->record[c->n_kv_heads - 1];
     return last->at + last->k.bytes + last->v.bytes;
+}
+
+/* Bytes of a saved record, its checksum and the zeros behind it. */
+static size_t tkvi_saved_record_bytes(const tkvi_layout *c) {
+    const size_t n = c->bytes.total + 8;
+    return n + tkvi_gap_to(n, 64);
+}
+
+static int tkvi_saved_int(const uint8_t *at) {
+    const uint32_t x = tkvi_load32(at);
+    return x < 0x80000000u ? (int)x : -(int)(0xffffffffu - x) - 1;
+}
+
+static int tkvi_are_zeros(const uint8_t *p, size_t n) {
+    while (n && !*p) p++, n--;
+    return n == 0;
 }
 
 /* Hash of what rotates the keys of a layer. 0: nothing is known of it. */
@@ -85,15 +116,280 @@ static uint64_t tkvi_rope_hash(const tkvi_rope *rope) {
     return tkvi_xxh64_end(&sum);
 }
 
-/* Index in a list of the first entry that holds the block of entry i. */
-static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    uint32_t other = kv->pool.entry[ids[i]].next_holder;
-    int first = i;
-    for (; other != ids[i]; other = kv->pool.entry[other].next_holder) {
-        const int at = tkvi_block_at(kv, list, ids, kv->pool.entry[other].start);
-        if (at >= 0 && at < first && ids[at] == other) first = at;
+/* >>frame */
+/* A save whose index was verified. */
+typedef struct tkvi_saved_file {
+    const uint8_t *bytes, *index;
+    size_t start, end; /* of this save; start is 0 unless others lie before it */
+    uint32_t n_sections;
+} tkvi_saved_file;
+
+typedef struct tkvi_section {
+    const uint8_t *at;
+    size_t n;
+} tkvi_section;
+
+static const uint8_t *tkvi_saved_index_entry(const tkvi_saved_file *f, uint32_t i) {
+    return f->index + (size_t)i * TKVI_SAVED_SECTION;
+}
+
+/* Opens the save that ends at `size`. Returns NULL, or what is wrong. */
+static const char *tkvi_open_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
+    const uint8_t *end = bytes + size - TKVI_SAVED_END;
+    uint64_t index_at, start;
+    uint32_t n;
+    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(bytes, "TKVS", 4) != 0)
+        return "these bytes are no saved sequence";
+    if (tkvi_load32(bytes + 4) != TKVI_SAVED_VERSION)
+        return "the sequence was saved by a newer version of this library";
+    index_at = tkvi_load64(end);
+    start = tkvi_load64(end + 8);
+    n = tkvi_load32(end + 16);
+    if (memcmp(end + 32, "TKVSEND", 8) != 0 || size % 64 || start % 64 || start > size || index_at < start ||
+        index_at > size - TKVI_SAVED_END ||
+        size - TKVI_SAVED_END - (size_t)index_at != (uint64_t)n * TKVI_SAVED_SECTION)
+        return "the saved sequence was cut, or is longer than it should be";
+    f->bytes = bytes;
+    f->index = bytes + (size_t)index_at;
+    f->start = (size_t)start;
+    f->end = size;
+    f->n_sections = n;
+    if (tkvi_xxh64(0, f->index, size - (size_t)index_at - 16) != tkvi_load64(end + 24) ||
+        tkvi_load32(end + 20) != TKVI_SAVED_VERSION)
+        return "the saved sequence was damaged: the checksum of its index is wrong";
+    return NULL;
+}
+
+/* Opens the last whole save that ends at `size` or before. Returns NULL, or what is wrong with all of them. */
+static const char *tkvi_open_last_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
+    const char *fault = tkvi_open_save(f, bytes, size);
+    for (size -= size % 64; fault && size >= 64; size -= 64)
+        if (memcmp(bytes + size - 8, "TKVSEND", 8) == 0) fault = tkvi_open_save(f, bytes, size);
+    return fault;
+}
+
+/* Checks the sections of a save: those that it wrote lie one behind the other, the others before it. All have right
+ * checksums but the records, which have their own. Returns NULL, or what is wrong. */
+static const char *tkvi_find_section_fault(const tkvi_saved_file *f) {
+    const size_t index_at = (size_t)(f->index - f->bytes);
+    uint64_t before = 0;
+    size_t at = f->start;
+    uint32_t i;
+    for (i = 0; i < f->n_sections; i++) {
+        const uint8_t *e = tkvi_saved_index_entry(f, i);
+        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8),
+                       n = tkvi_load64(e + 16);
+        const size_t gap = tkvi_gap_to(at, 64);
+        const int is_new = from >= f->start;
+        int fits = tkvi_load32(e) < TKVI_SAVED_KINDS && (i == 0 || name > before);
+        if (is_new)
+            fits = fits && gap <= index_at - at && from == at + gap && n <= index_at - at - gap &&
+                   tkvi_are_zeros(f->bytes + at, gap);
+        else fits = fits && from % 64 == 0 && n <= f->start - from && tkvi_load32(e) != TKVI_SAVED_RECORDS;
+        if (!fits) return "the saved sequence has a section where none can be";
+        before = name;
+        if (tkvi_load32(e) == TKVI_SAVED_RECORDS
+                ? tkvi_load64(e + 24) != 0
+                : tkvi_xxh64(0, f->bytes + (size_t)from, (size_t)n) != tkvi_load64(e + 24))
+            return "the saved sequence was damaged: the checksum of a section is wrong";
+        if (is_new) at += gap + (size_t)n;
     }
-    return first;
+    if (index_at - at >= 64 || !tkvi_are_zeros(f->bytes + at, index_at - at))
+        return "the saved sequence has bytes in no section";
+    return NULL;
+}
+
+/* The section of a kind and layer; at NULL: there is none. *sum: its checksum; may be NULL. */
+static tkvi_section tkvi_find_section(const tkvi_saved_file *f, int kind, int layer, uint64_t *sum) {
+    const uint64_t name = (uint64_t)(uint32_t)kind << 32 | (uint32_t)layer;
+    uint32_t low = 0, high = f->n_sections;
+    tkvi_section found = {NULL, 0};
+    while (low < high) {
+        const uint32_t mid = low + (high - low) / 2;
+        const uint8_t *e = tkvi_saved_index_entry(f, mid);
+        const uint64_t at = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8);
+        if (at == name) {
+            if (from > f->end || tkvi_load64(e + 16) > f->end - from) return found;
+            found.at = f->bytes + (size_t)from;
+            found.n = (size_t)tkvi_load64(e + 16);
+            if (sum) *sum = tkvi_load64(e + 24);
+            return found;
+        }
+        if (at < name) low = mid + 1;
+        else high = mid;
+    }
+    return found;
+}
+
+/* >>lists */
+/* The list of a layer, with runs of entries and runs of blocks. */
+typedef struct tkvi_saved_list {
+    const uint8_t *entries, *blocks, *meta; /* meta NULL: none */
+    size_t meta_bytes;                      /* of an entry */
+    int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
+        n_block_runs;
+    int run; /* of the entry that was read last */
+} tkvi_saved_list;
+
+static const uint8_t *tkvi_saved_entries(const tkvi_saved_list *list, int run) {
+    return list->entries + (size_t)run * TKVI_SAVED_ENTRIES;
+}
+
+static const uint8_t *tkvi_saved_blocks(const tkvi_saved_list *list, int run) {
+    return list->blocks + (size_t)run * TKVI_SAVED_BLOCKS;
+}
+
+static int tkvi_saved_repeat(const uint8_t *run_of_blocks) { return tkvi_saved_int(run_of_blocks + 12); }
+
+/* Reads a section of a list. flags: of the head. Returns NULL, or what is wrong. */
+static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_list *out) {
+    int field[12], i, at;
+    size_t bytes;
+    int64_t n;
+    memset(out, 0, sizeof *out);
+    if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
+    for (i = 0; i < 12; i++) {
+        field[i] = tkvi_saved_int(s.at + 4 * i);
+        if (field[i] < 0 || field[i] > TKVI_FOREVER) return "a number is too large in layer";
+    }
+    out->n = field[0];
+    out->sinks = field[1];
+    out->archive = field[2];
+    out->warm = field[3];
+    out->anchors = field[4];
+    out->len = field[5];
+    out->expired = field[6];
+    out->chunk_start = field[7];
+    out->is_moved = field[8];
+    out->n_blocks = field[9];
+    out->n_entry_runs = field[10];
+    out->n_block_runs = field[11];
+    bytes = s.n - TKVI_SAVED_LIST;
+    if (bytes / TKVI_SAVED_ENTRIES < (size_t)out->n_entry_runs)
+        return "the list has another size than its entries, layer";
+    bytes -= (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
+    if (bytes / TKVI_SAVED_BLOCKS < (size_t)out->n_block_runs)
+        return "the list has another size than its blocks, layer";
+    bytes -= (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS;
+    if (flags & TKVI_SAVED_HAS_META)
+        out->meta_bytes = TKVI_SAVED_META + (flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
+    if (out->meta_bytes ? bytes % out->meta_bytes || bytes / out->meta_bytes != (size_t)out->n : bytes != 0)
+        return "the list has another size than its entries, layer";
+    out->entries = s.at + TKVI_SAVED_LIST;
+    out->blocks = out->entries + (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
+    out->meta = out->meta_bytes ? out->blocks + (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS : NULL;
+    for (i = 0, n = 0; i < out->n_entry_runs; i++) {
+        at = tkvi_saved_int(tkvi_saved_entries(out, i) + 12);
+        if (tkvi_saved_int(tkvi_saved_entries(out, i)) != n || at < 1 || (n += at) > out->n)
+            return "entries are miscounted in layer";
+    }
+    if (n != out->n) return "entries are miscounted in layer";
+    for (i = 0, n = 0; i < out->n_block_runs; i++) {
+        at = tkvi_saved_repeat(tkvi_saved_blocks(out, i));
+        if (at < 1 || (n += at) > out->n_blocks) return "blocks are miscounted in layer";
+    }
+    return n == out->n_blocks && n <= out->n ? NULL : "blocks are miscounted in layer";
+}
+
+/* The run of entry i. */
+static const uint8_t *tkvi_run_of_entry(tkvi_saved_list *list, int i) {
+    int low = 0, high = list->n_entry_runs;
+    const uint8_t *at = tkvi_saved_entries(list, list->run);
+    if (i >= tkvi_saved_int(at)) low = list->run;
+    if (i >= tkvi_saved_int(at) && i - tkvi_saved_int(at) < tkvi_saved_int(at + 12)) return at;
+    while (high - low > 1) {
+        const int mid = low + (high - low) / 2;
+        if (tkvi_saved_int(tkvi_saved_entries(list, mid)) <= i) low = mid;
+        else high = mid;
+    }
+    list->run = low;
+    return tkvi_saved_entries(list, low);
+}
+
+/* Start of entry i, in 64 bits: it was not checked yet. */
+static int64_t tkvi_saved_start(tkvi_saved_list *list, int i) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    return (int64_t)tkvi_saved_int(at + 8) + (int64_t)at[29] * (i - tkvi_saved_int(at));
+}
+
+/* Reads an entry. *first: the first entry with its block. */
+static tkvi_entry tkvi_read_entry(tkvi_saved_list *list, int i, int *first) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    const int behind = i - tkvi_saved_int(at);
+    const int64_t start = tkvi_saved_start(list, i);
+    tkvi_entry e;
+    memset(&e, 0, sizeof e);
+    *first =
+        (int)((int64_t)tkvi_saved_int(at + 4) + behind > TKVI_FOREVER ? -1 : tkvi_saved_int(at + 4) + behind);
+    e.start = start < 0 || start > TKVI_FOREVER ? -1 : (int)start;
+    e.shift = tkvi_saved_int(at + 16);
+    e.turned = tkvi_saved_int(at + 20);
+    e.n_packed = (int8_t)(at[24] & 127);
+    e.first_slot = at[25];
+    e.end_slot = at[26];
+    e.tier = at[27];
+    e.has_anchors = at[28];
+    e.evicted_mask = tkvi_load64(at + 32);
+    e.sink_mask = tkvi_load64(at + 40);
+    e.in_use = 1;
+    return e;
+}
+
+/* Slots in use of a saved entry, as tkvi_block_tokens. */
+static int64_t tkvi_saved_tokens(tkvi_saved_list *list, int i, const tkvi_entry *e) {
+    const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len;
+    if (e->n_packed) return e->n_packed;
+    return e->end_slot ? e->end_slot : e->first_slot + end - e->start;
+}
+
+/* Reads the blocks of a list one by one. */
+typedef struct tkvi_block_cursor {
+    const uint8_t *run; /* of the block; NULL: none was read */
+    int runs, within;   /* runs that were begun; number of the block in its run */
+} tkvi_block_cursor;
+
+/* Goes to the next block. There is one. */
+static void tkvi_next_saved_block(const tkvi_saved_list *list, tkvi_block_cursor *c) {
+    if (c->run && ++c->within < tkvi_saved_repeat(c->run)) return;
+    c->run = tkvi_saved_blocks(list, c->runs++);
+    c->within = 0;
+}
+
+static int tkvi_saved_first_position(const tkvi_block_cursor *c) {
+    return tkvi_saved_int(c->run + 8) + c->within * c->run[5];
+}
+
+/* Where the record of a block begins. layout: of the block. */
+static uint64_t tkvi_saved_record_at(const tkvi_block_cursor *c, const tkvi_layout *layout) {
+    return tkvi_load64(c->run + 16) + (uint64_t)c->within * tkvi_saved_record_bytes(layout);
+}
+
+/* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. */
+static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    int i, tier;
+    if (run[4] != TKVI_NO_VERSION) {
+        for (i = 0; i < kv->tables.n_levels; i++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
+                if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)run[0] &&
+                    c->pair.v == (tkv_format)run[1] && c->tokens == run[2])
+                    return specs[i].layout[tier];
+            }
+        return -1;
+    }
+    for (i = 0; i < kv->tables.n_keys; i++) {
+        const tkvi_layout *c = &kv->tables.layout[i];
+        const tkvi_side *k = &c->record[0].k;
+        if (c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] && c->tokens == run[2] &&
+            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
+            c->record[0].v.dim == p->geometry.v_head_dim &&
+            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
+            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
+            return i;
+    }
+    return -1;
 }
 
 #endif /* TKVI_PERSIST_SAVED_H */

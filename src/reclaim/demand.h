@@ -63,9 +63,18 @@ static int tkvi_is_tail_shared(const tkv_cache *kv, const tkvi_list *list, const
     return tkvi_block_of(kv, ids[first])->refs > (uint32_t)(list->n - first);
 }
 
-/* 1 if the last block must be copied before a token is stored there: an entry of another list has its next slot. */
+/* 1 if the last block lies in attached bytes, whole. */
+static int tkvi_is_tail_attached(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const uint32_t number = kv->pool.entry[ids[list->n - 1]].block;
+    return tkvi_is_attached(&kv->pool, number, TKVI_ITSELF) &&
+           tkvi_read_attached(&kv->pool, number, &kv->tables.layout[kv->pool.block[number].layout]);
+}
+
+/* 1 if the last block must be copied before a token is stored there: it lies in attached bytes, or an entry of another
+ * list has its next slot. */
 static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const int last = list->n - 1;
+    if (tkvi_is_tail_attached(kv, list, ids)) return 1;
     return tkvi_is_tail_shared(kv, list, ids) &&
            tkvi_block_of(kv, ids[last])->n_shared_slots != tkvi_block_tokens(kv, list, ids, last);
 }
@@ -81,10 +90,10 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
         return 0; /* it is shared, and aged */
     if (kv->pool.entry[ids[last]].n_packed || kv->pool.entry[ids[last]].end_slot)
         return 0; /* truncation or removal took the blocks after it */
-    if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])))
+    if (tkvi_is_offloaded(tkvi_block_of(kv, ids[last])) && !tkvi_is_tail_attached(kv, list, ids))
         return 0; /* truncation removed the blocks after it */
-    if (!kv->pool.keep_all && last >= list->sinks && tkvi_must_copy_tail(kv, list, ids) &&
-        list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
+    if (!kv->pool.keep_all && last >= list->sinks && tkvi_is_tail_shared(kv, list, ids) &&
+        tkvi_must_copy_tail(kv, list, ids) && list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
     capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
     return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));

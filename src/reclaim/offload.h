@@ -207,9 +207,34 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     return 1;
 }
 
-/* Reads one side of a head's record of a block outside RAM, or of its exact copy, into `buffer`. *bytes points to
- * it until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded, and no model gave its rows),
- * TKV_ERR_IO (the store failed), TKV_ERR_DATA (wrong checksum). */
+/* Finds the record of a block, or of its exact copy, in attached bytes. The first reader compares its checksum, which
+ * follows it. Compilers without __atomic builtins compare it each time. Returns NULL if it is damaged. */
+static const uint8_t *tkvi_read_attached(const tkvi_pool *pool, uint32_t number, const tkvi_layout *c) {
+    tkvi_source_place *source = &pool->source[number];
+    const size_t at = (size_t)source->unit * 64, n = c->bytes.total;
+    const uint8_t *record = pool->attached[source->file - 1].bytes + at;
+#if defined(__GNUC__) || defined(__clang__)
+    if (__atomic_load_n(&source->is_verified, __ATOMIC_RELAXED)) return record;
+#endif
+    if (tkvi_xxh64(0, record, n) + (uint64_t)at != tkvi_load64(record + n)) return NULL;
+#if defined(__GNUC__) || defined(__clang__)
+    __atomic_store_n(&source->is_verified, 1, __ATOMIC_RELAXED);
+#endif
+    return record;
+}
+
+/* tkvi_read_piece of a block whose bytes are attached. */
+static tkv_status tkvi_get_attached_side(const tkvi_pool *pool, uint32_t number, const tkvi_layout *c,
+                                         int head, tkv_side side, const uint8_t **bytes) {
+    const uint8_t *record = tkvi_read_attached(pool, number, c);
+    if (!record) return TKV_ERR_DATA;
+    *bytes = record + c->record[head].at + (side == TKV_V ? c->record[head].v_at : 0);
+    return TKV_OK;
+}
+
+/* Reads one side of a head's record of a block outside RAM, or of its exact copy, into `buffer`. *bytes points to it,
+ * or to attached bytes, until the next call with this buffer. Errors: TKV_ERR_NO_SOURCE (discarded, and no model gave
+ * its rows), TKV_ERR_IO (the store failed), TKV_ERR_DATA (wrong checksum). */
 static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id, tkvi_stored_as what,
                                                 int head, tkv_side side, tkvi_fetch_buffer *buffer,
                                                 const uint8_t **bytes) {
@@ -218,9 +243,13 @@ static TKVI_NOINLINE tkv_status tkvi_read_piece(const tkv_cache *kv, uint32_t id
     const int layout = what == TKVI_COPY ? b->copy_layout - 1 : b->layout;
     const tkvi_record *record = &kv->tables.layout[layout].record[head];
     const int part = side == TKV_V && tkvi_n_pieces(record) == 2;
-    const tkvi_piece piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     const int is_computed = what == TKVI_ITSELF && tkvi_is_discarded(b);
+    tkvi_piece piece;
+    if (tkvi_is_attached(&kv->pool, kv->pool.entry[id].block, what))
+        return tkvi_get_attached_side(&kv->pool, kv->pool.entry[id].block, &kv->tables.layout[layout], head,
+                                      side, bytes);
     if (is_computed && tkvi_has_no_source(kv, b)) return TKV_ERR_NO_SOURCE;
+    piece = tkvi_describe_piece(kv, id, what, layout, tkvi_mark_of(b, what), head, part);
     *bytes = buffer->bytes + (side == TKV_V && !part ? record->v_at : 0);
     if (buffer->key == piece.key && buffer->head == head && buffer->part == part &&
         (!is_computed || buffer->id == id))
@@ -257,7 +286,7 @@ static tkv_status tkvi_get_side_bytes(const tkv_cache *kv, uint32_t id, int head
 static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
     const tkv_offload_config *store = &kv->tables.cfg.offload;
     const tkvi_block *b = tkvi_block_of(kv, id);
-    if (store->prefetch) {
+    if (store->prefetch && !tkvi_is_attached(&kv->pool, kv->pool.entry[id].block, TKVI_ITSELF)) {
         const tkvi_record *record = &kv->tables.layout[b->layout].record[head];
         store->prefetch(store->user, tkvi_store_key(kv->pool.entry[id].block, TKVI_ITSELF),
                         record->at + TKVI_OFFLOAD_CHECKSUM * 2u * (size_t)head,

@@ -680,20 +680,99 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
         one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
-              !kv->tables.cfg.recompute.compute;
+              !kv->tables.cfg.recompute.compute && !kv->pool.source;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
     return 0;
 }
 
-static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
+/* Checks entry i of a list. */
+static tkv_status tkvi_check_entry(const tkvi_checker *k, int seq, int layer, int i) {
     const tkv_cache *kv = k->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int anchors = tkvi_anchors_of(list);
-    int i, t, slot, last, is_layout_of_front;
+    int t, slot, last, is_layout_of_front;
+    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    const tkvi_entry *e = &kv->pool.entry[ids[i]];
+    int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
+    tkv_tier tier = tkvi_tier_at(list, i);
+    if ((TKVI_HAS_EVICT && e->has_anchors != (i < anchors)) || (i < anchors && (e->start || !e->n_packed)))
+        return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
+                                  (int64_t)ids[i]);
+    if ((end <= e->start && i >= anchors) ||
+        tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
+        return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
+    if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
+        return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
+    if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
+        (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
+        return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        const int is_live = tkvi_live_mask_in(kv, list, ids, i) >> t & 1;
+        const int64_t position = is_live ? (int64_t)tkvi_slot_index(kv, ids[i], t) + e->shift : 0;
+        if (position < 0 || position >= TKVI_POSITIONS)
+            return tkvi_report_broken(k, "a token has a position that does not exist", position);
+    }
+    for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= anchors; t++) {
+        if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
+        if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
+            return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
+        last = tkvi_slot_index(kv, ids[i], t);
+    }
+    if (TKVI_HAS_EVICT && kv->pool.token_meta &&
+        (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
+        return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
+    for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
+        if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
+            (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
+                (unsigned)anchors)
+            return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
+    if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
+        return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
+    if (tkvi_sink_mask(&kv->pool, ids[i]) &&
+        (tkvi_is_discarded(b) || (!tkvi_is_hot_layout(kv, layer, b->layout) &&
+                                  kv->tables.layout[b->layout].key != (int)p->sink_layout)))
+        return tkvi_report_broken(k, "a named sink is not exact, entry", (int64_t)ids[i]);
+    if (i >= list->sinks && p->keeps_sinks && e->start < list->expired &&
+        tkvi_sink_mask(&kv->pool, ids[i]) != tkvi_live_mask_in(kv, list, ids, i))
+        return tkvi_report_broken(k, "a token has expired beside a named sink, entry", (int64_t)ids[i]);
+    if (e->tier != (uint8_t)tier)
+        return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
+    if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
+        return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
+    is_layout_of_front =
+        kv->tables.layout[b->layout].key == (i < anchors ? p->anchor_layout : p->sink_layout);
+    if (i < list->sinks ? !is_layout_of_front
+                        : !is_layout_of_front && /* a copied block of sinks */
+                              !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
+                                                      kv->tables.layout[b->layout].key))
+        return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
+    most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append + (tier == TKV_TIER_WARM ? p->now.warm : 0);
+    most += TKVI_BLOCK; /* entries can end before their block, and short blocks wait for later appends */
+    if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
+    if (tkvi_is_offloaded(b) && (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b) ||
+                                                      tkvi_is_attached(&kv->pool, e->block, TKVI_ITSELF))))
+        return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
+    if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
+        return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
+    if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
+        !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
+        !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
+        return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
+    return TKV_OK;
+}
+
+/* Checks the numbers of a list. */
+static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
+    const tkv_cache *kv = k->kv;
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    const int anchors = tkvi_anchors_of(list);
+    int i;
     if (p->stored_layer != layer)
         return list->n || list->len
                    ? tkvi_report_broken(k, "a layer without its own cache holds blocks", layer)
@@ -720,78 +799,15 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     i = tkvi_first_to_expire(kv, layer, list, ids);
     if (i < list->n && tkvi_block_start(kv, ids, i) < list->expired)
         return tkvi_report_broken(k, "the first block does not follow the expired tokens, layer", layer);
-    for (i = 0; i < list->n; i++) {
-        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        const tkvi_entry *e = &kv->pool.entry[ids[i]];
-        int64_t end = tkvi_block_end(kv, list, ids, i), age = list->chunk_start - end, most;
-        tkv_tier tier = tkvi_tier_at(list, i);
-        if ((TKVI_HAS_EVICT && e->has_anchors != (i < anchors)) ||
-            (i < anchors && (e->start || !e->n_packed)))
-            return tkvi_report_broken(k, "blocks of anchors are not in front, or list no indices",
-                                      (int64_t)ids[i]);
-        if ((end <= e->start && i >= anchors) ||
-            tkvi_block_tokens(kv, list, ids, i) > kv->tables.layout[b->layout].tokens)
-            return tkvi_report_broken(k, "a block has no tokens, or more than its capacity", (int64_t)ids[i]);
-        if (e->n_packed && (!TKVI_HAS_EVICT || !kv->pool.token_meta || e->n_packed < 0))
-            return tkvi_report_broken(k, "an entry lists indices where none can", (int64_t)ids[i]);
-        if (e->first_slot >= tkvi_block_tokens(kv, list, ids, i) ||
-            (e->end_slot && (e->n_packed || e->end_slot - e->first_slot > end - e->start)))
-            return tkvi_report_broken(k, "an entry has slots that no token can have", (int64_t)ids[i]);
-        for (t = 0; t < TKVI_BLOCK; t++) {
-            const int is_live = tkvi_live_mask_in(kv, list, ids, i) >> t & 1;
-            const int64_t position = is_live ? (int64_t)tkvi_slot_index(kv, ids[i], t) + e->shift : 0;
-            if (position < 0 || position >= TKVI_POSITIONS)
-                return tkvi_report_broken(k, "a token has a position that does not exist", position);
-        }
-        for (t = 0, last = -1; TKVI_HAS_EVICT && t < e->n_packed && i >= anchors; t++) {
-            if (!(tkvi_used_mask(kv, list, ids, i) >> t & 1)) continue;
-            if (tkvi_slot_index(kv, ids[i], t) >= end || tkvi_slot_index(kv, ids[i], t) <= last)
-                return tkvi_report_broken(k, "tokens of a packed block are out of order", (int64_t)ids[i]);
-            last = tkvi_slot_index(kv, ids[i], t);
-        }
-        if (TKVI_HAS_EVICT && kv->pool.token_meta &&
-            (kv->pool.token_meta[ids[i]].anchored_mask & ~e->evicted_mask))
-            return tkvi_report_broken(k, "a token is an anchor and live in its block", (int64_t)ids[i]);
-        for (t = 0; TKVI_HAS_EVICT && t < TKVI_BLOCK && kv->pool.token_meta; t++)
-            if (kv->pool.token_meta[ids[i]].anchored_mask >> t & 1 &&
-                (unsigned)tkvi_find_token(kv, list, ids, tkvi_slot_index(kv, ids[i], t), &slot) >=
-                    (unsigned)anchors)
-                return tkvi_report_broken(k, "no block of anchors has an anchor of block", (int64_t)ids[i]);
-        if (tkvi_sink_mask(&kv->pool, ids[i]) & ~tkvi_live_mask_in(kv, list, ids, i))
-            return tkvi_report_broken(k, "a named sink is no token, entry", (int64_t)ids[i]);
-        if (tkvi_sink_mask(&kv->pool, ids[i]) &&
-            (tkvi_is_discarded(b) || (!tkvi_is_hot_layout(kv, layer, b->layout) &&
-                                      kv->tables.layout[b->layout].key != (int)p->sink_layout)))
-            return tkvi_report_broken(k, "a named sink is not exact, entry", (int64_t)ids[i]);
-        if (i >= list->sinks && p->keeps_sinks && e->start < list->expired &&
-            tkvi_sink_mask(&kv->pool, ids[i]) != tkvi_live_mask_in(kv, list, ids, i))
-            return tkvi_report_broken(k, "a token has expired beside a named sink, entry", (int64_t)ids[i]);
-        if (e->tier != (uint8_t)tier)
-            return tkvi_report_broken(k, "an entry is not in its list's tier", (int64_t)ids[i]);
-        if (b->refs > 1 && tkvi_block_tokens(kv, list, ids, i) > b->n_shared_slots)
-            return tkvi_report_broken(k, "a list sees more of a shared block than there is", (int64_t)ids[i]);
-        is_layout_of_front =
-            kv->tables.layout[b->layout].key == (i < anchors ? p->anchor_layout : p->sink_layout);
-        if (i < list->sinks ? !is_layout_of_front
-                            : !is_layout_of_front && /* a copied block of sinks */
-                                  !tkvi_is_format_of_tier(kv, layer, tkvi_is_discarded(b), (tkv_tier)b->tier,
-                                                          kv->tables.layout[b->layout].key))
-            return tkvi_report_broken(k, "a block is not in its tier's format", (int64_t)ids[i]);
-        most = (int64_t)p->now.hot + kv->tables.cfg.limits.max_append +
-               (tier == TKV_TIER_WARM ? p->now.warm : 0);
-        most += TKVI_BLOCK; /* entries can end before their block, and short blocks wait for later appends */
-        if (tkvi_plan_learns(p)) most += TKVI_FIRST_TABLE_TOKENS;
-        if (tkvi_is_offloaded(b) &&
-            (i < list->sinks || !(kv->tables.cfg.offload.write || tkvi_is_discarded(b))))
-            return tkvi_report_broken(k, "a block is offloaded that must stay in RAM", (int64_t)ids[i]);
-        if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
-            return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
-        if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-            !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
-            !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
-            return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
-    }
     return TKV_OK;
+}
+
+static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(k->kv, seq, layer);
+    tkv_status st = tkvi_check_counts(k, seq, layer);
+    int i;
+    for (i = 0; i < list->n && !st; i++) st = tkvi_check_entry(k, seq, layer, i);
+    return st;
 }
 
 /* Checks a page against the blocks that its slots name. */
@@ -1079,6 +1095,7 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
     held = kv->sizes.total + tkvi_learning_bytes(kv) + tkvi_held_state_bytes(kv) +
            kv->pool.n_pages * kv->tables.page_bytes +
            kv->work.choice_cap * tkvi_choice_entry_bytes(&kv->tables.cfg) +
+           kv->pool.source_cap * sizeof(tkvi_source_place) + kv->pool.n_attached * sizeof(tkvi_attached) +
            kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)

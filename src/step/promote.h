@@ -71,6 +71,12 @@ static int tkvi_better_source(const tkvi_block *b) {
     return tkvi_is_offloaded(b) && !tkvi_is_discarded(b) ? TKVI_ITSELF : -1;
 }
 
+/* 1 if the attached bytes of a block that comes into RAM serve as its exact copy from then on. */
+static int tkvi_keeps_source(const tkv_cache *kv, int layer, uint32_t number) {
+    return tkvi_is_attached(&kv->pool, number, TKVI_ITSELF) &&
+           tkvi_is_hot_layout(kv, layer, kv->pool.block[number].layout);
+}
+
 /* Brings block i back into RAM or to its exact format. position: one of its positions, for error messages. */
 static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, int position) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -95,12 +101,18 @@ static tkv_status tkvi_promote_block(tkv_cache *kv, int seq, int layer, int i, i
         return tkvi_fail(kv, st,
                          st == TKV_ERR_IO
                              ? "cfg.offload.read failed for the block at position"
-                             : "cfg.offload.read returned damaged bytes of the block at position",
+                             : "cfg.offload.read or attached bytes are damaged, in the block at position",
                          position, "; it stays as it is");
     }
     old_page = b->page;
     old_slot = b->slot;
-    if (tkvi_is_offloaded(b)) tkvi_forget_offloaded(&kv->pool, number);
+    if (what == TKVI_ITSELF && tkvi_keeps_source(kv, layer, number)) {
+        kv->pool.source[number].what = TKVI_COPY;
+        kv->pool.n_offloaded--;
+        b->copy_layout = (uint16_t)(layout + 1);
+    } else if (tkvi_is_offloaded(b)) {
+        tkvi_forget_offloaded(&kv->pool, number);
+    }
     b->page = page;
     b->slot = (uint16_t)slot;
     b->layout = (uint16_t)layout;

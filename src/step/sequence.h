@@ -64,8 +64,9 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     memset(need, 0, sizeof need);
     blocks = tkvi_n_new_blocks(kv, p, list, ids, tkvi_max(0, len - list->len), &n_front);
     need[TKV_TIER_HOT] = blocks - n_front;
-    if (tkvi_tail_free_slots(kv, p, list, ids) && tkvi_is_tail_shared(kv, list, ids))
-        need[TKV_TIER_HOT]++; /* it is copied if another list appends first */
+    if (tkvi_tail_free_slots(kv, p, list, ids) &&
+        (tkvi_is_tail_shared(kv, list, ids) || tkvi_is_tail_attached(kv, list, ids)))
+        need[TKV_TIER_HOT]++; /* it is copied if another list appends first, or from attached bytes */
     /* end: end position of block i at the reserved length, for the last block of now and the new blocks */
     end = tkvi_min(len, list->len + tkvi_tail_free_slots(kv, p, list, ids));
     for (i = list->sinks + list->archive; i < list->n + blocks - n_front; i++) {
@@ -214,13 +215,27 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
     tkvi_put_token(side, simd_ops, row, slot, dst);
 }
 
-/* Gives an entry a copy of a block that it shares. There must be a slot. */
+/* Gives an entry a copy of a block that it shares, or that lies in attached bytes. There must be a slot. */
 static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
-    const tkvi_block *shared = tkvi_block_of(kv, id);
+    const uint32_t number = kv->pool.entry[id].block;
+    tkvi_block *shared = &kv->pool.block[number];
+    const tkvi_layout *c = &kv->tables.layout[shared->layout];
+    const uint8_t *attached =
+        tkvi_is_attached(&kv->pool, number, TKVI_ITSELF) ? tkvi_read_attached(&kv->pool, number, c) : NULL;
+    if (attached && shared->refs == 1) { /* it is copied before the caller gets its bytes back */
+        uint32_t page;
+        int slot;
+        tkvi_take_slot(&kv->pool, c->size_class, number, &page, &slot);
+        memcpy(tkvi_slot_bytes(&kv->pool, page, slot), attached, c->bytes.total);
+        tkvi_forget_offloaded(&kv->pool, number);
+        shared->page = page;
+        shared->slot = (uint16_t)slot;
+        return;
+    }
     tkvi_leave_block(&kv->pool, id);
     tkvi_new_block(&kv->pool, id, shared->layout, shared->first_position);
-    memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)), tkvi_block_bytes(&kv->pool, shared),
-           kv->tables.layout[shared->layout].bytes.total);
+    memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)),
+           attached ? attached : tkvi_block_bytes(&kv->pool, shared), c->bytes.total);
 }
 
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
@@ -327,6 +342,7 @@ static void tkvi_store_tokens(tkv_cache *kv, int seq, int layer, const tkvi_sour
         const tkvi_layout *layout = &kv->tables.layout[b->layout];
         uint8_t *bytes = tkvi_block_bytes(&kv->pool, b);
         const int slot = list->len - kv->pool.entry[id].start + kv->pool.entry[id].first_slot;
+        if (TKVI_HAS_ATTACH && b->copy_layout) tkvi_forget_copy(&kv->pool, kv->pool.entry[id].block);
         if (b->n_shared_slots <= slot) b->n_shared_slots = (uint8_t)(slot + 1);
         /* The slot may have had a token that truncation removed. */
         kv->pool.entry[id].evicted_mask &= ~((uint64_t)1 << slot);
@@ -779,29 +795,36 @@ TKV_API tkv_status tkv_seq_commit(tkv_cache *kv, int seq) {
     return tkvi_ok(kv);
 }
 
-/* Removes the tokens from index len on, the length of the list, from an entry that has tokens before. In a packed
- * entry last slots are removed; other slots stay and are marked in evicted_mask. One slot always stays, because
- * n_packed 0 means an entry that is not packed. The block keeps its bytes. */
-static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
-    tkvi_entry *e = &kv->pool.entry[id];
+/* Removes the tokens from index len on, the length of the list, from an entry that has tokens before. m: its
+ * token_meta, or NULL. In a packed entry last slots are removed; other slots stay and are marked in evicted_mask. One
+ * slot always stays, because n_packed 0 means an entry that is not packed. The block keeps its bytes. */
+static void tkvi_cut_entry(tkvi_entry *e, tkvi_token_meta *m, int len) {
     const int n = e->first_slot + len - e->start;
     uint64_t kept;
     int t;
     if (e->end_slot >= n) e->end_slot = 0;
-    while (e->n_packed > e->first_slot + 1 && tkvi_slot_index(kv, id, e->n_packed - 1) >= len) e->n_packed--;
+    while (e->n_packed > e->first_slot + 1 && tkvi_listed_index(e, m, e->n_packed - 1) >= len) e->n_packed--;
     for (t = 0; t < e->n_packed; t++) {
-        if (tkvi_slot_index(kv, id, t) < len) continue;
-        tkvi_set_slot_index(kv, id, t, e->start);
+        if (tkvi_listed_index(e, m, t) < len) continue;
+        if (e->has_anchors) m->index.any[t] = e->start;
+        else m->index.after_start[t] = 0;
         e->evicted_mask |= (uint64_t)1 << t;
-        kv->pool.token_meta[id].anchored_mask &= ~((uint64_t)1 << t);
+        m->anchored_mask &= ~((uint64_t)1 << t);
     }
     kept = tkvi_slots_before(e->n_packed ? e->n_packed : e->end_slot ? e->end_slot : tkvi_min(TKVI_BLOCK, n));
     e->evicted_mask &= kept;
-    tkvi_set_sink_mask(&kv->pool, id, e->sink_mask & kept & ~e->evicted_mask);
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    kv->pool.token_meta[id].anchored_mask &= kept;
-    kv->pool.token_meta[id].pinned_mask &= kept;
-    kv->pool.token_meta[id].temporary_mask &= kept;
+    e->sink_mask &= kept & ~e->evicted_mask;
+    if (!TKVI_HAS_EVICT || !m) return;
+    m->anchored_mask &= kept;
+    m->pinned_mask &= kept;
+    m->temporary_mask &= kept;
+}
+
+static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
+    tkvi_entry *e = &kv->pool.entry[id], cut = *e;
+    tkvi_cut_entry(&cut, TKVI_HAS_EVICT && kv->pool.token_meta ? &kv->pool.token_meta[id] : NULL, len);
+    tkvi_set_sink_mask(&kv->pool, id, cut.sink_mask);
+    *e = cut;
 }
 
 /* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
