@@ -193,6 +193,14 @@ static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_
             (tier == TKV_TIER_HOT && now->hot == TKVI_FOREVER));
 }
 
+/* Number of entries from i on, in its run, whose own blocks stay in the file. 0: the first one does not. */
+static int tkvi_n_left_in_file(const tkvi_loader *l, int layer, tkvi_saved_list *list, int i) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    const int left = tkvi_saved_int(at) + tkvi_saved_int(at + 12) - i;
+    if (tkvi_saved_int(at + 4) != tkvi_saved_int(at) || !tkvi_stays_in_file(l, layer, list, i)) return 0;
+    return tkvi_min(left, list->n - 2 - i);
+}
+
 /* Checks the checksum of a record, and the zeros behind it. Returns NULL if they are wrong. */
 static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
     const uint8_t *record = l->file.bytes + (size_t)at;
@@ -227,11 +235,16 @@ static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved
     tkvi_block_cursor c = {NULL, 0, 0};
     int i, first;
     for (i = 0; i < list->n; i++) {
+        const int n_left = tkvi_n_left_in_file(l, layer, list, i);
         const tkvi_layout *layout;
         (void)tkvi_read_entry(list, i, &first);
         if (first != i) continue;
         tkvi_next_saved_block(list, &c);
-        if (tkvi_stays_in_file(l, layer, list, i)) continue;
+        if (n_left) {
+            tkvi_skip_saved_blocks(list, &c, n_left - 1);
+            i += n_left - 1;
+            continue;
+        }
         layout = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, c.run)];
         if (!tkvi_verify_record(l, layout, tkvi_saved_record_at(&c, layout)))
             return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
@@ -443,6 +456,13 @@ static tkvi_landing tkvi_landing_of(const tkvi_loader *l, int layer, const tkvi_
     return to;
 }
 
+/* Number of entries from i on that stay in the file with blocks of one run, the cursor's. At least 1: i does. */
+static int tkvi_n_attached_alike(const tkvi_loader *l, int layer, tkvi_saved_list *list,
+                                 const tkvi_block_cursor *c, int i) {
+    return tkvi_max(1,
+                    tkvi_min(tkvi_n_left_in_file(l, layer, list, i), tkvi_saved_repeat(c->run) - c->within));
+}
+
 /* Adds the entries and slots of a file to a demand (tkvi_count_entries). The versions of tables are provided. */
 static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     tkvi_loader l = *(const tkvi_loader *)what;
@@ -460,10 +480,14 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
         demand->entries += list.n;
         for (i = 0; i < list.n; i++) {
             tkvi_landing to;
+            int n;
             (void)tkvi_read_entry(&list, i, &first);
             if (first != i) continue;
             tkvi_next_saved_block(&list, &c);
             to = tkvi_landing_of(&l, layer, &list, &t, &map, c.run, i);
+            n = to.is_attached ? tkvi_n_attached_alike(&l, layer, &list, &c, i) : 1;
+            tkvi_skip_saved_blocks(&list, &c, n - 1);
+            i += n - 1;
             if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class]++;
         }
     }
@@ -501,33 +525,46 @@ static void tkvi_place_source(tkvi_loader *l, uint32_t number, tkvi_stored_as wh
     l->kv->pool.attached[l->attached - 1].n_sources++;
 }
 
-/* Makes the block of an entry that is the first with it. Its record is copied, unless it stays in the file or is to be
- * coded again. */
+/* Makes n entries alike and their blocks, which stay in the file. e: the first; step: between their starts. */
+static void tkvi_place_attached(tkvi_loader *l, const tkvi_landing *to, const tkvi_block_cursor *c,
+                                const tkvi_entry *e, int step, int n, uint32_t *ids) {
+    tkvi_pool *pool = &l->kv->pool;
+    const size_t bytes = tkvi_saved_record_bytes(to->saved);
+    const uint64_t at = tkvi_saved_record_at(c, to->saved);
+    int i;
+    for (i = 0; i < n; i++) {
+        const uint32_t id = tkvi_take_entry(pool);
+        uint32_t number;
+        pool->entry[id] = *e;
+        pool->entry[id].start = e->start + i * step;
+        number = tkvi_new_number(pool, id, to->layout, tkvi_saved_first_position(c) + i * c->run[5]);
+        pool->block[number].page = TKVI_OFFLOADED;
+        pool->block[number].slot = 0;
+        pool->block[number].tier = c->run[3];
+        tkvi_place_source(l, number, TKVI_ITSELF, at + (uint64_t)i * bytes);
+        ids[i] = id;
+    }
+    pool->n_offloaded += (uint32_t)n;
+    l->info.n_attached += n;
+}
+
+/* Makes the block of an entry that is the first with it. Its record is copied, unless it is to be coded again. */
 static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_block_cursor *c,
                              uint32_t id) {
     tkvi_pool *pool = &l->kv->pool;
     const tkvi_layout *layout = &l->kv->tables.layout[to->layout];
     const uint64_t at = tkvi_saved_record_at(c, to->saved);
     uint32_t number;
-    if (to->is_attached) {
-        number = tkvi_new_number(pool, id, to->layout, tkvi_saved_first_position(c));
-        pool->block[number].page = TKVI_OFFLOADED;
-        pool->block[number].slot = 0;
-        pool->n_offloaded++;
-        tkvi_place_source(l, number, TKVI_ITSELF, at);
-        l->info.n_attached++;
-    } else {
-        uint8_t *slot;
-        tkvi_new_block(pool, id, to->layout, tkvi_saved_first_position(c));
-        number = pool->entry[id].block;
-        slot = tkvi_block_bytes(pool, &pool->block[number]);
-        memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
-        if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
-        if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
-            !pool->entry[id].has_anchors) {
-            tkvi_place_source(l, number, TKVI_COPY, at);
-            pool->block[number].copy_layout = (uint16_t)(to->layout + 1);
-        }
+    uint8_t *slot;
+    tkvi_new_block(pool, id, to->layout, tkvi_saved_first_position(c));
+    number = pool->entry[id].block;
+    slot = tkvi_block_bytes(pool, &pool->block[number]);
+    memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
+    if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
+    if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
+        !pool->entry[id].has_anchors) {
+        tkvi_place_source(l, number, TKVI_COPY, at);
+        pool->block[number].copy_layout = (uint16_t)(to->layout + 1);
     }
     pool->block[number].tier = c->run[3];
 }
@@ -553,23 +590,30 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from,
     tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
     uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
     tkvi_block_cursor c = {NULL, 0, 0};
-    int i, first;
-    for (i = 0; i < from->n; i++) {
+    int i, k, n, first;
+    for (i = 0; i < from->n; i += n) {
         const tkvi_entry e = tkvi_read_entry(from, i, &first);
         const int tokens = (int)tkvi_saved_tokens(from, i, &e);
-        if (first == i) {
+        n = 1;
+        if (first < i) {
+            ids[i] = tkvi_place_shared(&kv->pool, ids[first], &e, tokens);
+        } else {
             tkvi_landing to;
             tkvi_next_saved_block(from, &c);
             to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
-            ids[i] = tkvi_take_entry(&kv->pool);
-            kv->pool.entry[ids[i]] = e;
-            tkvi_place_block(l, layer, &to, &c, ids[i]);
-            tkvi_block_of(kv, ids[i])->n_shared_slots = (uint8_t)tokens;
-        } else {
-            ids[i] = tkvi_place_shared(&kv->pool, ids[first], &e, tokens);
+            if (to.is_attached) {
+                n = tkvi_n_attached_alike(l, layer, from, &c, i);
+                tkvi_place_attached(l, &to, &c, &e, tkvi_run_of_entry(from, i)[29], n, ids + i);
+                tkvi_skip_saved_blocks(from, &c, n - 1);
+            } else {
+                ids[i] = tkvi_take_entry(&kv->pool);
+                kv->pool.entry[ids[i]] = e;
+                tkvi_place_block(l, layer, &to, &c, ids[i]);
+            }
+            for (k = i; k < i + n; k++) tkvi_block_of(kv, ids[k])->n_shared_slots = (uint8_t)tokens;
         }
-        list->n = i + 1;
-        tkvi_place_meta(l, from, i, ids[i]);
+        list->n = i + n;
+        for (k = i; k < i + n && kv->pool.token_meta; k++) tkvi_place_meta(l, from, k, ids[k]);
     }
     list->sinks = from->sinks;
     list->archive = from->archive;

@@ -355,6 +355,16 @@ static void tkvi_next_saved_block(const tkvi_saved_list *list, tkvi_block_cursor
     c->within = 0;
 }
 
+/* Goes over n blocks more. There are as many, and the cursor is at a block. */
+static void tkvi_skip_saved_blocks(const tkvi_saved_list *list, tkvi_block_cursor *c, int n) {
+    for (; n > 0 && n >= tkvi_saved_repeat(c->run) - c->within; c->within = 0) {
+        n -= tkvi_saved_repeat(c->run) - c->within;
+        if (c->runs == list->n_block_runs) return; /* behind the last block */
+        c->run = tkvi_saved_blocks(list, c->runs++);
+    }
+    c->within += n;
+}
+
 static int tkvi_saved_first_position(const tkvi_block_cursor *c) {
     return tkvi_saved_int(c->run + 8) + c->within * c->run[5];
 }
