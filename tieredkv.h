@@ -44387,7 +44387,7 @@ static tkv_status tkvi_take_room(tkv_cache *kv, void *scratch, size_t scratch_by
                                  uint8_t **room, uint8_t **taken) {
     const size_t gap = scratch ? tkvi_gap_to((size_t)(uintptr_t)scratch, 64) : 0;
     *taken = NULL;
-    *room = (uint8_t *)scratch + gap;
+    *room = scratch ? (uint8_t *)scratch + gap : NULL;
     if (scratch && scratch_bytes < bytes + gap)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:", (int64_t)bytes + 63,
                          "");
