@@ -43,7 +43,7 @@ static const char usage[] =
     "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "The program always sets --raw.\n"
     "\n"
-    "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
+    "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n";
 
 typedef struct settings {
     tkv_config *cfg;

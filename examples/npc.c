@@ -13,10 +13,8 @@
  * The model has 3 million weights. It knows Shakespeare by the sound alone, but it remembers numbers. Another --seed
  * plays another scene. In this order: the world, speaking, the scene, memory, frames, main.
  */
-#include "../tieredkv.h"
-
 #define PROGRAM "npc"
-#include "program.h"
+#include "program.h" /* before system headers */
 
 enum {
     CHARACTERS = 6,
@@ -433,7 +431,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
 }
 
 int main(int argc, char **argv) {
-    static const char usage[] = "npc MODEL [options]\n" PROGRAM_HELP;
+    static const char usage[] = "npc MODEL [options]\n" PROGRAM_HELP "\nThe plan of the cache:\n";
     game g;
     memset(&g, 0, sizeof g);
     g.cfg = tkv_default_config();

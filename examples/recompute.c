@@ -14,10 +14,8 @@
  * tables, because the second cache would learn other tables. To recompute a few tokens, the model evaluates all
  * tokens before them. In this order: options, evaluating, recomputing, turns, main.
  */
-#include "../tieredkv.h"
-
 #define PROGRAM "recompute"
-#include "program.h"
+#include "program.h" /* before system headers */
 
 #define DEMO "examples/data/demo.gguf"
 enum { CONVERSATIONS = 2, CHUNK = 64 };
@@ -28,7 +26,8 @@ static const char usage[] =
     "  --turns N          turns of each conversation (2)\n"
     "  --budget PERCENT   budget, in percent of the bytes of both conversations (75)\n"
     "The program always sets --raw.\n"
-    "\n" PLAN_HELP;
+    "\n"
+    "The plan:\n";
 
 typedef struct settings {
     int turns, percent;
