@@ -65,6 +65,7 @@ typedef struct session {
     int *tokens, n_tokens; /* tokens of prompt and text; the first tkv_get_length of them were evaluated */
     int n_prompt;          /* tokens of the prompt */
     int n_loaded;          /* of these were loaded, and have no logits */
+    char name[MODEL_NAME]; /* of the model in saved prompts */
     int pos;               /* position of the present chunk's first token, for RoPE */
     float *logits;         /* logits of one chunk */
     float *kept; /* logits of position p in row p % n_kept, for the comparison with the exact cache */
@@ -148,7 +149,7 @@ static const float *read_tokens(session *s, int end) {
 /* The file has keys and values of all tokens but the last. That one is read again, since its logits choose the next
  * token. The numbers are all tokens, and at the end the milliseconds that reading them took. */
 static void save_prompt(session *s, saved *to, const char *path, double reading) {
-    *to = saved_at(path, &s->model, 0);
+    *to = saved_at(path, s->name, 0);
     to->n_numbers = s->n_prompt + 1;
     to->numbers = (int *)allocate((size_t)to->n_numbers, sizeof *to->numbers);
     memcpy(to->numbers, s->tokens, (size_t)s->n_prompt * sizeof *s->tokens);
@@ -161,7 +162,7 @@ static void save_prompt(session *s, saved *to, const char *path, double reading)
 
 /* Loads a saved prompt into the empty cache. The caller frees from->numbers. */
 static void load_prompt(session *s, saved *from, const char *path) {
-    *from = saved_at(path, &s->model, 0);
+    *from = saved_at(path, s->name, 0);
     const tkv_status status = load_sequence(s->kv, from);
     if (status != TKV_OK) fail("cannot load %s: %s", path, saved_fault(s->kv, status));
     if (from->n_numbers != from->n_tokens + 2 || !are_tokens(&s->model, from->numbers, from->n_tokens + 1))
@@ -469,6 +470,7 @@ int main(int argc, char **argv) {
     saved from, to;
     memset(&from, 0, sizeof from);
     memset(&to, 0, sizeof to);
+    if (w.load || w.save) name_model(&s.model, s.name);
     if (w.load) load_prompt(&s, &from, w.load);
     if (w.load && !o.prompt && !o.file) take_prompt(&s, &from, most, o.n);
     else s.n_prompt = read_prompt(&s.model, &o, most, o.n, 1, &s.tokens);

@@ -345,26 +345,30 @@ static inline void write_metrics(const char *path, const tkv_cache *kv, const la
 }
 
 /* >>saved sequences */
-typedef struct
-    saved { /* a sequence in a file, with numbers of the program's: its tokens, and what else it needs */
-    const char *path;
+/* A sequence in a file, with numbers of the program's: its tokens, and what else it needs. */
+typedef struct saved {
+    const char *path, *model; /* model: of name_model */
     int seq;
-    char model[17]; /* names the weights: the model's checksum (llama_checksum) */
     int *numbers, n_numbers;
     int n_tokens;   /* tokens of the sequence */
     size_t bytes;   /* bytes of the file */
-    double seconds; /* that the checksum, saving and loading took, by the wall clock */
+    double seconds; /* that saving or loading took, by the wall clock */
 } saved;
 
-static inline saved saved_at(const char *path, const llama_model *m, int seq) {
-    const double start = latency_now();
+enum { MODEL_NAME = 17 };
+
+/* Writes the model's checksum into name[MODEL_NAME]. A saved sequence belongs to a model of this name. */
+static inline void name_model(const llama_model *m, char *name) {
     const uint64_t sum = llama_checksum(m);
+    snprintf(name, MODEL_NAME, "%08x%08x", (unsigned)(sum >> 32), (unsigned)(sum & 0xffffffffu));
+}
+
+static inline saved saved_at(const char *path, const char *model, int seq) {
     saved s;
     memset(&s, 0, sizeof s);
-    s.seconds = latency_now() - start;
     s.path = path;
+    s.model = model;
     s.seq = seq;
-    snprintf(s.model, sizeof s.model, "%08x%08x", (unsigned)(sum >> 32), (unsigned)(sum & 0xffffffffu));
     return s;
 }
 
@@ -380,7 +384,7 @@ static inline tkv_status save_sequence(tkv_cache *kv, saved *s) {
     p.n_tokens = s->n_numbers;
     const tkv_status status = save_file_sequence(kv, &p, s->path, &s->bytes);
     s->n_tokens = tkv_get_length(kv, s->seq, TKV_ALL_LAYERS);
-    s->seconds += latency_now() - start;
+    s->seconds = latency_now() - start;
     return status;
 }
 
@@ -405,7 +409,7 @@ static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
     s->n_tokens = info.n_tokens;
     s->n_numbers = info.n_saved_tokens;
     free(bytes);
-    s->seconds += latency_now() - start;
+    s->seconds = latency_now() - start;
     return status;
 }
 
