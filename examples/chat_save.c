@@ -7,7 +7,7 @@
  * and the tokens themselves, so that --show can print the text. Started again, it loads the file and goes on. Nothing
  * is read by the model twice. `./chat_save MODEL --say "Who art thou?" --say "..."` takes the lines from arguments.
  *
- * A kill at any moment leaves the file of the last answer or of the one before (save_file.h; tests/test_chat_save.py
+ * A kill at any moment leaves the file of the last answer or of the one before (save_file.h; tests/test_save_examples.py
  * kills it 200 times). A damaged file gets the name FILE.damaged, and the talk begins anew. A file of another model is
  * left alone. If a talk cannot be saved, as on a full disk, the program says so and goes on; it tries again after the
  * next answer and at the end.
