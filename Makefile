@@ -7,13 +7,14 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts header check layout format ci \
+.PHONY: help run chat npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   generates text with a model and shows its cache'
 	@echo 'make budget     generates text under byte budgets and draws them; BUDGETS="none 50%" MODEL=file ARGS=--compare'
 	@echo 'make calibrate  writes tables that caches of a model can load; MODEL=file TEXT=file TABLES=file'
+	@echo 'make chat       talks with a model, and remembers the talk in build/chat.tkv; MODEL=file ARGS="--say Hello"'
 	@echo 'make npc        lets characters of a game talk in an arena of fixed size, and shows bytes and frame times'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
@@ -147,6 +148,10 @@ budget: build/budget
 # Tables of a model, from a text like those that it will read.
 calibrate: build/calibrate
 	./build/calibrate $(MODEL) -f $(or $(TEXT),examples/data/demo_prompt.txt) -o $(or $(TABLES),build/tables.bin) $(ARGS)
+
+# A talk that goes on when it is called again.
+chat: build/chat_save
+	@./build/chat_save $(MODEL) --save build/chat.tkv $(ARGS)
 
 npc: build/npc
 	./build/npc $(DEMO) --seed 5 -t 0.7

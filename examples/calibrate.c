@@ -59,10 +59,9 @@ static double read_tokens(const llama_model *m, const tkv_config *cfg, tkv_cache
 }
 
 static void write_file(const char *name, const void *bytes, size_t size) {
-    FILE *f = fopen(name, "wb");
-    int wrong = !f || fwrite(bytes, 1, size, f) != size;
-    if (f) wrong |= fclose(f) != 0;
-    if (wrong) fail("cannot write %s", name);
+    save_file f = begin_file(name);
+    fwrite(bytes, 1, size, f.out);
+    end_file(&f);
 }
 
 /* Prints bytes and loss of a cache that has read n tokens. */

@@ -16,6 +16,7 @@ sys.dont_write_bytecode = True
 from test_demo import DEMO, PROMPT, compile_example
 
 KILLS = 200
+INSIDE = 20  # kills that must hit a save after the new file was made and before it is renamed
 SEED = 25
 # A saved block has 64 slots, and unused ones have what malloc gave. With this they have the same bytes in each run (glibc).
 ENVIRONMENT = dict(os.environ, MALLOC_PERTURB_="165")
@@ -223,7 +224,8 @@ class Kills(Example, unittest.TestCase):
         counts = dict.fromkeys(("before", "writing", "flushing", "renamed", "after"), 0)
         self.write("k.tkv", self.old)
         order = "talking", "answered", "writing", "saving", "writing"
-        for i in range(KILLS):
+        i = 0
+        while i < KILLS or (counts["writing"] + counts["flushing"] < INSIDE and i < 3 * KILLS):  # a fast disk takes more
             moment = order[i % len(order)]
             what = self.kill(moment, rng.uniform(*spans[moment]))
             counts[what] += 1
@@ -231,9 +233,9 @@ class Kills(Example, unittest.TestCase):
                 self.write("k.tkv", self.old)
             elif what != "before" and i % 8:  # each eighth time the next run finds the half of a file
                 os.remove(self.path("k.tkv.new"))
+            i += 1
         print("kills of a save of %.1f ms: %s" % (1e3 * usual, ", ".join("%d %s" % (n, w) for w, n in counts.items())))
-        self.assertEqual(sum(counts.values()), KILLS)
-        self.assertGreaterEqual(counts["writing"] + counts["flushing"], 20)
+        self.assertGreaterEqual(counts["writing"] + counts["flushing"], INSIDE)
         self.assertGreater(counts["before"], 0)
         self.assertGreater(counts["after"] + counts["renamed"], 0)
         self.write("k.tkv", self.old)
@@ -324,6 +326,37 @@ class Generate(Example, unittest.TestCase):
         _, _, said = self.generate("-p", "Once", "--save", "none/m.tkv", status=1)
         self.assertIn("cannot save to none/m.tkv: No such file or directory", said)
         self.assertEqual(self.read("m.tkv"), good)
+
+
+class Characters(Example, unittest.TestCase):
+    NAME = "npc"
+    NAMES = "ROMEO", "JULIET", "MERCUTIO", "KATHARINA", "PETRUCHIO", "MENENIUS"
+
+    def npc(self, *args, **options):
+        return self.run_example("--seed", "5", "-t", "0.7", *args, **options)
+
+    def test_saved_and_loaded(self):
+        out, said = self.npc("--save", "game")
+        self.assertEqual(said, "")
+        self.assertIn("In an empty cache 6 of 6 go on with the same bits.\n", out)
+        rows = re.findall(r"^  ([A-Z]+) +([\d,]+) +([\d,]+) +[\d.]+ +[\d.]+$", out, re.M)
+        self.assertEqual([r[0] for r in rows], list(self.NAMES))
+        for name, size, each in rows:
+            self.assertEqual(int(size.replace(",", "")), len(self.read("game-%s.tkv" % name)))
+            self.assertLess(int(each.replace(",", "")), 2000)  # 2,048 in FP16
+        talk = out.split("same bits.\n")[1]
+        self.assertEqual(re.findall(r"^([A-Z]+):\n", talk, re.M)[1::2], list(self.NAMES))
+        out, said = self.npc("--load", "game")
+        self.assertEqual(said, "")
+        self.assertEqual(re.split(r"  memory .* bytes\n", out)[1], talk)
+        for args, why in ((("--theta", "5000"), "game-ROMEO.tkv: the sequence was saved with another model"),
+                          (("--load", "none"), "none-ROMEO.tkv: No such file or directory")):
+            _, said = self.npc("--load", "game", *args, status=1)
+            self.assertIn(why, said)
+        juliet = self.read("game-JULIET.tkv")
+        self.write("game-JULIET.tkv", juliet[:-9])
+        _, said = self.npc("--load", "game", status=1)
+        self.assertIn("cannot load game-JULIET.tkv: the saved sequence was cut", said)
 
 
 if __name__ == "__main__":
