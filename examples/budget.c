@@ -302,7 +302,7 @@ static void print_table(session *s, double time) {
            s->exact ? "   KL to exact  same likeliest token" : "");
     for (int level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
     printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
-           commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s->kv)));
+           commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, (int)program_isa_of(s->kv)));
     latency_print(&s->waits, stdout);
     printf("  peak         %s bytes", commas((double)b.peak));
     if (b.budget)

@@ -7,14 +7,16 @@
  * and the tokens themselves, so that --show can print the text. Started again, it loads the file and goes on. Nothing
  * is read by the model twice. `./chat_save MODEL --say "Who art thou?" --say "..."` takes the lines from arguments.
  *
- * A kill at any moment leaves the file of the last answer or of the one before (save_file.h; tests/test_save_examples.py
- * kills it 200 times). A damaged file gets the name FILE.damaged, and the talk begins anew. A file of another model is
- * left alone. If a talk cannot be saved, as on a full disk, the program says so and goes on; it tries again after the
- * next answer and at the end.
+ * A kill at any moment leaves the file of the last answer or of the one before (save_file.h). The test
+ * tests/test_save_examples.py kills it 200 times. A damaged file gets the name FILE.damaged, and the talk begins anew.
+ * A file of another model is left alone. If a talk cannot be saved, as on a full disk, the program says so and goes on.
+ * It tries again after the next answer and at the end.
  *
  * Random numbers depend on --seed and the length of the talk, so a restarted program answers like one that never
- * stopped. That ends where tables are learned: a loaded cache has the tables, but not the statistics for the next one
- * (--tables and formats without tables have no such end). In this order: options, tokens, the file, talking, main.
+ * stopped, as long as no table is learned. A file has the tables of its blocks, but not the statistics for the next
+ * ones. So a talk that is restarted before a layer has seen 256 tokens is not compressed. Give it --tables (calibrate).
+ *
+ * In this order: options, tokens, the file, talking, main.
  */
 #define PROGRAM "chat_save"
 #include "program.h" /* before system headers */

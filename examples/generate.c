@@ -531,7 +531,7 @@ int main(int argc, char **argv) {
     const int n_read = s.n_prompt - s.n_loaded;
     printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
            commas(n_read), commas(n_read / (prompt_time + 1e-9)), commas(n_text),
-           commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s.kv)));
+           commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, (int)program_isa_of(s.kv)));
     if (n_text > 1)
         printf("  each token  %.1f ms: attention %.2f, appending %.2f, matrix products and the rest %.1f\n",
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,

@@ -10,9 +10,10 @@
  * Then it prints the bytes of each character, shared ones apart (tkv_seq_get_memory). At last it runs a loop of 60
  * frames a second: a frame computes at most one token, and the rest of it belongs to tkv_maintain.
  *
- * `./npc MODEL --save NAME` saves each character in a file after the scene, and loads them into an empty cache: what they
- * would say next has the same bits. Then they speak once more. `./npc MODEL --load NAME` loads them in another run, where
- * they say the same words. A live character may speak otherwise, since its shared blocks age with those that share them.
+ * `./npc MODEL --save NAME` saves each character in a file after the scene, and loads them into an empty cache. The
+ * logits of their next words have the same bits. Then they speak once more. `./npc MODEL --load NAME` loads them in
+ * another run, where they say the same words. A character that was not saved may say others: blocks that it shares age
+ * later than its own.
  *
  * The model has 3 million weights. It knows Shakespeare by the sound alone, but it remembers numbers. Another --seed
  * plays another scene. In this order: the world, speaking, the scene, memory, saving,
@@ -474,7 +475,7 @@ static void give_cue(game *g, int seq) {
     c->n_heard = 0;
 }
 
-/* A loop of a game, with a new game in the arena. Characters take turns. with_maintain 0: the rest of a frame is idle. */
+/* A loop of a game, with a new game in the arena. Characters take turns. with_maintain 0: a frame's rest is idle. */
 static void run_frames(game *g, int with_maintain, frame_times *t) {
     int seq = 0, said = 0;
     memset(t, 0, sizeof *t);

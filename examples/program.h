@@ -65,7 +65,7 @@ static const char *const tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"}
 static const char tier_marks[] = "#+.";
 
 static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t size) {
-    const char *k = tkv_get_name(TKV_NAME_FORMAT, p->k), *v = tkv_get_name(TKV_NAME_FORMAT, p->v);
+    const char *k = tkv_get_name(TKV_NAME_FORMAT, (int)p->k), *v = tkv_get_name(TKV_NAME_FORMAT, (int)p->v);
     if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
     else snprintf(buf, size, "%s / %s", k, v);
     return buf;

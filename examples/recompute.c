@@ -305,8 +305,8 @@ int main(int argc, char **argv) {
     if (cfg.tiers.archive.k == TKV_FORMAT_DEFAULT) cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     (void)tkv_init_remat(&w.remat, &remat, NULL, 0);
     printf("Tiers of %s and %s; tkv_seq_discard after each turn.\n",
-           tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.warm.k),
-           tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.archive.k));
+           tkv_get_name(TKV_NAME_FORMAT, (int)cfg.tiers.warm.k),
+           tkv_get_name(TKV_NAME_FORMAT, (int)cfg.tiers.archive.k));
     same &= compare(&w, &s, prompt, n, &cfg, &cfg, DISCARD_BY_HAND);
     free(prompt);
     free(w.logits);

@@ -1,5 +1,5 @@
 /*
- * save_file.h - a file that is replaced as a whole, and a sequence of a cache in such a file. Copy it into your program.
+ * save_file.h - a file that is replaced as a whole, and a sequence of a cache in it. Copy this file into your program.
  *
  *     save_file f;
  *     if (save_file_begin(&f, "talk.tkv")) ...          opens talk.tkv.new beside it

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Examples that save sequences. chat_save is killed at any moment of a save, and fills a disk: the old talk or the new one stays,
-each of them whole. generate reads a prompt once. npc goes on with saved characters."""
+"""Examples that save sequences. chat_save is killed at any moment of a save, and fills a disk: the old talk or the new
+one stays, each of them whole. generate reads a prompt once. npc goes on with saved characters."""
 import os
 import random
 import re
@@ -18,7 +18,7 @@ from test_demo import DEMO, PROMPT, compile_example
 KILLS = 200
 INSIDE = 20  # kills that must hit a save after the new file was made and before it is renamed
 SEED = 25
-# A saved block has 64 slots, and unused ones have what malloc gave. With this they have the same bytes in each run (glibc).
+# A saved block has 64 slots, and unused ones have what malloc gave. With this they are the same in each run (glibc).
 ENVIRONMENT = dict(os.environ, MALLOC_PERTURB_="165")
 
 
@@ -104,7 +104,8 @@ class Chat(Example, unittest.TestCase):
             file = name + ".tkv"
             self.write(file, damaged)
             out, said = self.talk(file, "Who art thou?")
-            self.assertRegex(said, r"^chat_save: %s: .*\. It is now %s\.damaged, and the talk begins anew\.\n$" % (file, file))
+            self.assertRegex(said, r"^chat_save: %s: .*\. It is now %s\.damaged, and the talk begins anew\.\n$"
+                             % (file, file))
             self.assertEqual(self.read(file + ".damaged"), damaged)
             self.assertEqual(self.read(file), good)
             self.write(file, damaged)  # the earlier one is not overwritten
@@ -115,7 +116,8 @@ class Chat(Example, unittest.TestCase):
     def test_a_file_that_is_no_talk_is_left_alone(self):
         self.talk("other.tkv", "Who art thou?")
         good = self.read("other.tkv")
-        for args, why in (((), "^$"), (("--theta", "5000"), "saved with another model"), (("-c", "20"), "more tokens|the context 20"),
+        for args, why in (((), "^$"), (("--theta", "5000"), "saved with another model"),
+                          (("-c", "20"), "more tokens|the context 20"),
                           (("--hot", "64:f32"), "no level of this cache has the formats")):
             _, said = self.talk("other.tkv", args=args, status=1 if args else 0)
             self.assertRegex(said, why)
@@ -207,7 +209,7 @@ class Kills(Example, unittest.TestCase):
         self.assertEqual(said, b"")
         found = self.read("k.tkv")
         self.assertIn(b"loaded in", out)  # what the kill before this one left
-        self.assertTrue(found in (self.old, self.new), "%d bytes that are neither the old nor the new talk" % len(found))
+        self.assertTrue(found in (self.old, self.new), "%d bytes, neither the old nor the new talk" % len(found))
         if self.exists("k.tkv.new"):
             self.assertEqual(found, self.old)
             half = self.read("k.tkv.new")
@@ -220,12 +222,13 @@ class Kills(Example, unittest.TestCase):
     def test_two_hundred_kills(self):
         usual = min(self.save_seconds() for _ in range(9))
         rng = random.Random(SEED)
-        spans = {"talking": (0, usual), "answered": (0, usual), "writing": (0, .5 * usual), "saving": (.5 * usual, 1.5 * usual)}
+        spans = {"talking": (0, usual), "answered": (0, usual), "writing": (0, .5 * usual),
+                 "saving": (.5 * usual, 1.5 * usual)}
         counts = dict.fromkeys(("before", "writing", "flushing", "renamed", "after"), 0)
         self.write("k.tkv", self.old)
         order = "talking", "answered", "writing", "saving", "writing"
         i = 0
-        while i < KILLS or (counts["writing"] + counts["flushing"] < INSIDE and i < 3 * KILLS):  # a fast disk takes more
+        while i < KILLS or (i < 3 * KILLS and counts["writing"] + counts["flushing"] < INSIDE):  # a fast disk
             moment = order[i % len(order)]
             what = self.kill(moment, rng.uniform(*spans[moment]))
             counts[what] += 1
@@ -318,8 +321,8 @@ class Generate(Example, unittest.TestCase):
                 (("m.tkv", "--rope-halves"), {}, "m.tkv: the sequence was saved with another model"),
                 (("damaged.tkv",), {}, "damaged.tkv: the saved sequence was damaged"),
                 (("none.tkv",), {}, "none.tkv: No such file or directory"),
-                (("m.tkv", "-p", "Once upon a day"), {}, "the prompt does not begin with that of m.tkv: they differ at token "),
-                (("m.tkv", "-p", "Once upon"), {}, "the prompt does not begin with that of m.tkv: they differ at token "),
+                (("m.tkv", "-p", "Once upon a day"), {}, "does not begin with that of m.tkv: they differ at token "),
+                (("m.tkv", "-p", "Once upon"), {}, "does not begin with that of m.tkv: they differ at token "),
                 (("m.tkv", "-c", "4"), {}, "m.tkv has a prompt of ")):
             _, _, said = self.generate("--load", *args, status=1, **options)
             self.assertIn(why, said)
