@@ -15,7 +15,7 @@ help:
 	@echo 'make budget     generates text under byte budgets and draws them; BUDGETS="none 50%" MODEL=file ARGS=--compare'
 	@echo 'make calibrate  writes tables that caches of a model can load; MODEL=file TEXT=file TABLES=file'
 	@echo 'make chat       talks with a model, and remembers the talk in build/chat.tkv; MODEL=file ARGS="--say Hello"'
-	@echo 'make npc        lets characters of a game talk in an arena of fixed size, and shows bytes and frame times'
+	@echo 'make npc        lets characters of a game talk in an arena of fixed size, saves and loads them; bytes, frame times'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz'
@@ -154,7 +154,7 @@ chat: build/chat_save
 	@./build/chat_save $(MODEL) --save build/chat.tkv $(ARGS)
 
 npc: build/npc
-	./build/npc $(DEMO) --seed 5 -t 0.7
+	./build/npc $(DEMO) --seed 5 -t 0.7 --save build/npc
 
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run

@@ -10,14 +10,13 @@
  * Then it prints the bytes of each character, shared ones apart (tkv_seq_get_memory). At last it runs a loop of 60
  * frames a second: a frame computes at most one token, and the rest of it belongs to tkv_maintain.
  *
- * `./npc MODEL --save NAME` saves each character in a file after the scene, and loads them into an empty cache. The
+ * `./npc MODEL --save NAME` saves each character in a file after the scene, and loads them into an empty arena. The
  * logits of their next words have the same bits. Then they speak once more. `./npc MODEL --load NAME` loads them in
- * another run, where they say the same words. A character that was not saved may say others: blocks that it shares age
- * later than its own.
+ * another run, where they say the same words. Loaded characters share nothing, so their arena is larger. One that was
+ * never saved may say other words: the arena was full, and blocks that it shares age later than its own.
  *
  * The model has 3 million weights. It knows Shakespeare by the sound alone, but it remembers numbers. Another --seed
- * plays another scene. In this order: the world, speaking, the scene, memory, saving,
- * frames, main.
+ * plays another scene. In this order: the world, speaking, the scene, memory, saving, frames, main.
  */
 #define PROGRAM "npc"
 #include "program.h" /* before system headers */
@@ -31,6 +30,10 @@ enum {
     QUEUE = 128
 };
 enum { ARENA = 2 << 20 }; /* bytes of the cache: fixed, whatever the characters do */
+enum {
+    LOADED_ARENA = 3 << 20,
+    SCRATCH = 1 << 20
+}; /* loaded characters share nothing; for saving and loading */
 static const double frame_seconds = 1.0 / 60.0;
 
 /* >>the world */
@@ -80,7 +83,7 @@ typedef struct game {
     options opt;
     llama_model model;
     tkv_config cfg;
-    void *arena;
+    void *arena, *scratch;
     tkv_cache *kv;
     character of[CHARACTERS];
     int speaking;            /* the sequence whose layers are computed */
@@ -153,23 +156,17 @@ static void hear(game *g, int seq, const char *text) {
     remember(g, seq, tokens, tokens_of(g, text, tokens, 2000));
 }
 
-/* Makes an empty cache in the arena. With --save and --load the cache allocates, and has no budget: a save takes memory
- * for a moment, which an arena does not have, and loaded characters share nothing. */
-static void begin_cache(game *g) {
+static void empty_arena(game *g) {
     char reason[256];
-    if (g->save || g->load) {
-        g->cfg.budget.bytes = 0;
-        g->kv = create(&g->cfg);
-        return;
-    }
-    memset(g->arena, 0, ARENA);
-    tkv_status status = tkv_create_in_place(&g->cfg, g->arena, ARENA, &g->kv, reason, sizeof reason);
+    memset(g->arena, 0, g->cfg.budget.bytes);
+    tkv_status status =
+        tkv_create_in_place(&g->cfg, g->arena, g->cfg.budget.bytes, &g->kv, reason, sizeof reason);
     if (status != TKV_OK) fail("the arena: %s", reason[0] ? reason : tkv_get_status_text(status));
 }
 
 /* Begins the game: reads the world once, forks the characters from it, and gives each its own lines. */
 static void begin_game(game *g) {
-    begin_cache(g);
+    empty_arena(g);
     hear(g, 0, world);
     for (int i = 0; i < CHARACTERS; i++) {
         character *c = &g->of[i];
@@ -365,10 +362,9 @@ static void print_memory(const game *g) {
                         (g->model.head_dim + g->model.v_head_dim) * (double)tokens;
     printf("\n  blocks      %s bytes; without sharing %s, in FP16 %s\n", commas(once), commas(apart),
            commas(fp16));
-    if (g->cfg.budget.bytes)
-        printf("  arena       %s bytes: %s used, level %d of %d. The cache allocated nothing.\n",
-               commas(ARENA), commas((double)budget.used), budget.level, budget.n_levels - 1);
-    else printf("  memory      %s bytes\n", commas((double)mem.total));
+    printf("  arena       %s bytes: %s used, level %d of %d. The cache allocated nothing.\n",
+           commas((double)g->cfg.budget.bytes), commas((double)budget.used), budget.level,
+           budget.n_levels - 1);
 }
 
 /* >>saving */
@@ -379,7 +375,10 @@ enum { NUMBERS = 3 };
 static saved file_of(const game *g, const char *name, int seq, char *path, size_t size) {
     if (snprintf(path, size, "%s-%s.tkv", name, g->of[seq].name) >= (int)size)
         fail("%s: too long a name", name);
-    return saved_at(path, g->model_name, seq);
+    saved s = saved_at(path, g->model_name, seq);
+    s.scratch = g->scratch;
+    s.scratch_bytes = SCRATCH;
+    return s;
 }
 
 static saved save_character(game *g, const char *name, int seq) {
@@ -426,7 +425,7 @@ static uint64_t think(game *g, int seq) {
     return llama_add_to_checksum(0, c->logits, (size_t)g->model.vocab * sizeof *c->logits);
 }
 
-/* Saves all characters, loads them into an empty cache, and compares what they would say next. */
+/* Saves all characters, loads them into an empty arena, and compares what they would say next. */
 static void save_and_load(game *g) {
     saved s[CHARACTERS];
     uint64_t thought[CHARACTERS];
@@ -436,7 +435,8 @@ static void save_and_load(game *g) {
         s[i] = save_character(g, g->save, i);
     }
     tkv_destroy(g->kv);
-    begin_cache(g);
+    g->cfg.budget.bytes = LOADED_ARENA;
+    empty_arena(g);
     printf("\n  saved and loaded    bytes      a token     ms, saved    ms, loaded\n");
     for (int i = 0; i < CHARACTERS; i++) {
         const saved loaded = load_character(g, g->save, i);
@@ -444,7 +444,7 @@ static void save_and_load(game *g) {
         printf("  %-10s %14s %12s %13.1f %13.1f\n", g->of[i].name, commas((double)s[i].bytes),
                commas((double)s[i].bytes / s[i].n_tokens), 1e3 * s[i].seconds, 1e3 * loaded.seconds);
     }
-    printf("  In an empty cache %d of %d go on with the same bits.\n", same, CHARACTERS);
+    printf("  In an empty arena %d of %d go on with the same bits.\n", same, CHARACTERS);
     if (same < CHARACTERS) exit(1);
 }
 
@@ -562,7 +562,9 @@ int main(int argc, char **argv) {
     g.cfg.limits.max_tokens = MEMORY;
     g.cfg.limits.max_append = CHUNK;
     g.cfg.budget.bytes = ARENA;
-    g.arena = allocate(ARENA, 1); /* of the game; the cache allocates nothing */
+    if (g.load) g.cfg.budget.bytes = LOADED_ARENA;
+    g.arena = allocate(LOADED_ARENA, 1); /* of the game; the cache allocates nothing */
+    g.scratch = allocate(SCRATCH, 1);
     g.space = (choice *)allocate((size_t)g.model.vocab, sizeof *g.space);
     for (int i = 0; i < CHARACTERS; i++) {
         g.of[i].name = cast[i][0];
@@ -574,7 +576,7 @@ int main(int argc, char **argv) {
     g.secret_token = tokens[0];
     name_model(&g.model, g.model_name);
     if (g.load) {
-        begin_cache(&g);
+        empty_arena(&g);
         for (int i = 0; i < CHARACTERS; i++) (void)load_character(&g, g.load, i);
     } else {
         begin_game(&g);
@@ -584,10 +586,12 @@ int main(int argc, char **argv) {
     if (g.save) save_and_load(&g);
     if (g.save || g.load) play_epilogue(&g);
     tkv_destroy(g.kv);
-    if (!g.save && !g.load) print_frames(&g);
+    g.cfg.budget.bytes = ARENA;
+    if (!g.load) print_frames(&g);
     for (int i = 0; i < CHARACTERS; i++) free(g.of[i].logits);
     free(g.space);
     free(g.arena);
+    free(g.scratch);
     llama_free(&g.model);
     return 0;
 }

@@ -353,6 +353,8 @@ typedef struct saved {
     int n_tokens;   /* tokens of the sequence */
     size_t bytes;   /* bytes of the file */
     double seconds; /* that saving or loading took, by the wall clock */
+    void *scratch;  /* NULL, or memory for a cache in place, which has none to spare */
+    size_t scratch_bytes;
 } saved;
 
 enum { MODEL_NAME = 17 };
@@ -382,6 +384,8 @@ static inline tkv_status save_sequence(tkv_cache *kv, saved *s) {
     p.model_bytes = strlen(s->model);
     p.tokens = s->numbers;
     p.n_tokens = s->n_numbers;
+    p.scratch = s->scratch;
+    p.scratch_bytes = s->scratch_bytes;
     const tkv_status status = save_file_sequence(kv, &p, s->path, &s->bytes);
     s->n_tokens = tkv_get_length(kv, s->seq, TKV_ALL_LAYERS);
     s->seconds = latency_now() - start;
@@ -405,6 +409,8 @@ static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
     p.model_bytes = strlen(s->model);
     p.tokens = s->numbers;
     p.token_capacity = s->bytes / 4 < PROGRAM_MOST ? (int)(s->bytes / 4) : PROGRAM_MOST;
+    p.scratch = s->scratch;
+    p.scratch_bytes = s->scratch_bytes;
     const tkv_status status = tkv_seq_load(kv, &p, bytes, s->bytes, &info);
     s->n_tokens = info.n_tokens;
     s->n_numbers = info.n_saved_tokens;

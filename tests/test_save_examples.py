@@ -18,8 +18,6 @@ from test_demo import DEMO, PROMPT, compile_example
 KILLS = 200
 INSIDE = 20  # kills that must hit a save after the new file was made and before it is renamed
 SEED = 25
-# A saved block has 64 slots, and unused ones have what malloc gave. With this they are the same in each run (glibc).
-ENVIRONMENT = dict(os.environ, MALLOC_PERTURB_="165")
 
 
 class Example:
@@ -48,7 +46,7 @@ class Example:
             f.write(data)
 
     def start(self, *args, model=DEMO, **options):
-        return subprocess.Popen(["./" + self.NAME, model] + list(args), cwd=self.place.name, env=ENVIRONMENT,
+        return subprocess.Popen(["./" + self.NAME, model] + list(args), cwd=self.place.name,
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
     def run_example(self, *args, status=0, stdin=b"", **options):
@@ -319,7 +317,7 @@ class Generate(Example, unittest.TestCase):
         for args, options, why in (
                 (("m.tkv",), {"model": "./other.gguf"}, "m.tkv: the sequence was saved with another model"),
                 (("m.tkv", "--rope-halves"), {}, "m.tkv: the sequence was saved with another model"),
-                (("damaged.tkv",), {}, "damaged.tkv: the saved sequence was damaged"),
+                (("damaged.tkv",), {}, "cannot load damaged.tkv: "),
                 (("none.tkv",), {}, "none.tkv: No such file or directory"),
                 (("m.tkv", "-p", "Once upon a day"), {}, "does not begin with that of m.tkv: they differ at token "),
                 (("m.tkv", "-p", "Once upon"), {}, "does not begin with that of m.tkv: they differ at token "),
@@ -341,17 +339,17 @@ class Characters(Example, unittest.TestCase):
     def test_saved_and_loaded(self):
         out, said = self.npc("--save", "game")
         self.assertEqual(said, "")
-        self.assertIn("In an empty cache 6 of 6 go on with the same bits.\n", out)
+        self.assertIn("In an empty arena 6 of 6 go on with the same bits.\n", out)
         rows = re.findall(r"^  ([A-Z]+) +([\d,]+) +([\d,]+) +[\d.]+ +[\d.]+$", out, re.M)
         self.assertEqual([r[0] for r in rows], list(self.NAMES))
         for name, size, each in rows:
             self.assertEqual(int(size.replace(",", "")), len(self.read("game-%s.tkv" % name)))
             self.assertLess(int(each.replace(",", "")), 2000)  # 2,048 in FP16
-        talk = out.split("same bits.\n")[1]
-        self.assertEqual(re.findall(r"^([A-Z]+):\n", talk, re.M)[1::2], list(self.NAMES))
+        talk = re.split(r"\n  600 frames", out.split("same bits.\n")[1])[0]
+        self.assertEqual(re.findall(r"sayst thou\?\n\n([A-Z]+):\n", talk), list(self.NAMES))
         out, said = self.npc("--load", "game")
         self.assertEqual(said, "")
-        self.assertEqual(re.split(r"  memory .* bytes\n", out)[1], talk)
+        self.assertEqual(re.split(r"The cache allocated nothing\.\n", out)[1], talk)
         for args, why in ((("--theta", "5000"), "game-ROMEO.tkv: the sequence was saved with another model"),
                           (("--load", "none"), "none-ROMEO.tkv: No such file or directory")):
             _, said = self.npc("--load", "game", *args, status=1)
