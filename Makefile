@@ -7,14 +7,15 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts header check layout format ci \
+.PHONY: help run chat npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   generates text with a model and shows its cache'
 	@echo 'make budget     generates text under byte budgets and draws them; BUDGETS="none 50%" MODEL=file ARGS=--compare'
 	@echo 'make calibrate  writes tables that caches of a model can load; MODEL=file TEXT=file TABLES=file'
-	@echo 'make npc        lets characters of a game talk in an arena of fixed size, and shows bytes and frame times'
+	@echo 'make chat       talks with a model, and remembers the talk in build/chat.tkv; MODEL=file ARGS="--say Hello"'
+	@echo 'make npc        lets characters of a game talk in an arena of fixed size, saves and loads them; bytes, frame times'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz'
@@ -148,8 +149,12 @@ budget: build/budget
 calibrate: build/calibrate
 	./build/calibrate $(MODEL) -f $(or $(TEXT),examples/data/demo_prompt.txt) -o $(or $(TABLES),build/tables.bin) $(ARGS)
 
+# A talk that goes on when it is called again.
+chat: build/chat_save
+	@./build/chat_save $(MODEL) --save build/chat.tkv $(ARGS)
+
 npc: build/npc
-	./build/npc $(DEMO) --seed 5 -t 0.7
+	./build/npc $(DEMO) --seed 5 -t 0.7 --save build/npc
 
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run

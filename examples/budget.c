@@ -43,7 +43,7 @@ static const char usage[] =
     "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "The program always sets --raw.\n"
     "\n"
-    "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n" PLAN_HELP;
+    "The plan of level 3 of the ladder. Each line is an option, such as --archive FORMAT:\n";
 
 typedef struct settings {
     tkv_config *cfg;
@@ -302,7 +302,7 @@ static void print_table(session *s, double time) {
            s->exact ? "   KL to exact  same likeliest token" : "");
     for (int level = 0; level < b.n_levels; level++) print_stage(s, &b, level);
     printf("\n  tokens       %s of %s, %s per second (one thread, %s)\n", commas(s->done), commas(s->total),
-           commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s->kv)));
+           commas(s->done / (time + 1e-9)), tkv_get_name(TKV_NAME_ISA, (int)program_isa_of(s->kv)));
     latency_print(&s->waits, stdout);
     printf("  peak         %s bytes", commas((double)b.peak));
     if (b.budget)

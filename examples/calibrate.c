@@ -9,16 +9,14 @@
  * model will read later is best. 4,096 tokens are enough. After writing, the program loads the file into a new cache
  * and reads the beginning of the text once more: it compares the bytes and the loss of both caches.
  */
-#include "../tieredkv.h"
-
 #define PROGRAM "calibrate"
-#include "program.h"
+#include "program.h" /* before system headers */
 
 static const char usage[] = "calibrate MODEL -f FILE [options]\n" PROGRAM_HELP
                             "  -o FILE            writes the tables there (tables.bin)\n"
                             "  -n N               reads so many tokens (4096, or the model's context)\n"
                             "\n"
-                            "Options of the plan matter little to tables:\n" PLAN_HELP;
+                            "Options of the plan matter little to tables:\n";
 
 static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     if (strcmp(name, "-o") != 0 || !value) return UNKNOWN;
@@ -61,10 +59,9 @@ static double read_tokens(const llama_model *m, const tkv_config *cfg, tkv_cache
 }
 
 static void write_file(const char *name, const void *bytes, size_t size) {
-    FILE *f = fopen(name, "wb");
-    int wrong = !f || fwrite(bytes, 1, size, f) != size;
-    if (f) wrong |= fclose(f) != 0;
-    if (wrong) fail("cannot write %s", name);
+    save_file f = begin_file(name);
+    fwrite(bytes, 1, size, f.out);
+    end_file(&f);
 }
 
 /* Prints bytes and loss of a cache that has read n tokens. */

@@ -9,35 +9,43 @@
  *   - the speed, and the latency: the time to the first token, and percentiles of the time between tokens
  *   - the KL divergence of the next token's distribution from that of an exact cache with the same tokens
  *   - with --recall: whether the model still finds numbers that the prompt states
- * --thresholds keeps the plans of runs and their scores in a file (thresholds.h). `./generate --help` lists the
- * options. The sampler follows run.c of llama2.c.
+ * --thresholds keeps the plans of runs and their scores in a file (thresholds.h). --save keeps the prompt's keys and
+ * values in a file, and --load takes them from it, so that a prompt is read once:
  *
- * program.h has the code that it shares with budget. In this order: options, running, recall, comparing, tables,
- * main.
+ *     ./generate model.gguf --raw -f long.txt --save long.tkv
+ *     ./generate model.gguf --raw -f longer.txt --load long.tkv     long.txt is the beginning of longer.txt
+ *
+ * The file names the model by a checksum of all its bytes. `./generate --help` lists the options. The sampler follows
+ * run.c of llama2.c.
+ *
+ * program.h has the code that it shares with other examples. In this order: options, running, saved prompts, recall,
+ * comparing, tables, main.
  */
-#include "../tieredkv.h"
-
 #define PROGRAM "generate"
-#include "program.h"
+#include "program.h" /* before system headers */
 #include "thresholds.h"
 
 static const char usage[] =
     "generate MODEL [options]\n" PROGRAM_HELP "  -n N               tokens to generate (256)\n"
-    "  --compare N        newest positions to compare with an exact cache (256)\n"
+    "  --compare N        newest positions to compare with an exact cache (256; none with --load,\n"
+    "                     since the exact cache reads the whole prompt)\n"
     "  --no-compare       compares no positions\n"
     "  --recall TEXT      asks for the last word of each line of the prompt that begins with\n"
     "                     TEXT, after the text is generated\n"
     "  --thresholds FILE  begins with the plan that FILE has for this model, if the options give\n"
     "                     none, and writes the plan of this run with its score: of the meter\n"
     "                     (--meter), else the rise of perplexity of at least 64 tokens (--compare)\n"
+    "  --save FILE        saves the prompt, when it was read\n"
+    "  --load FILE        loads a saved prompt, and reads only what follows it in the prompt;\n"
+    "                     without -p and -f the saved prompt is the prompt\n"
     "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "\n"
     "Tiers from the oldest token to the newest: [sinks][archive ...][warm][hot]. Each line is\n"
-    "an option, such as --archive FORMAT:\n" PLAN_HELP;
+    "an option, such as --archive FORMAT:\n";
 
 typedef struct settings { /* options of this program only */
-    const char *recall, *metrics, *thresholds;
-    int compare;
+    const char *recall, *metrics, *thresholds, *save, *load;
+    int compare; /* -1: not given */
 } settings;
 
 enum { TIERED, EXACT, CACHES };
@@ -56,6 +64,8 @@ typedef struct session {
     tkv_cache *kv;
     int *tokens, n_tokens; /* tokens of prompt and text; the first tkv_get_length of them were evaluated */
     int n_prompt;          /* tokens of the prompt */
+    int n_loaded;          /* of these were loaded, and have no logits */
+    char name[MODEL_NAME]; /* of the model in saved prompts */
     int pos;               /* position of the present chunk's first token, for RoPE */
     float *logits;         /* logits of one chunk */
     float *kept; /* logits of position p in row p % n_kept, for the comparison with the exact cache */
@@ -79,6 +89,8 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
         ok = *value != 0;
     } else if (strcmp(name, "--metrics") == 0) w->metrics = value;
     else if (strcmp(name, "--thresholds") == 0) w->thresholds = value;
+    else if (strcmp(name, "--save") == 0) w->save = value;
+    else if (strcmp(name, "--load") == 0) w->load = value;
     else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
@@ -113,6 +125,76 @@ static void evaluate(session *s, int n, int n_logits) {
     for (int i = 0; i < n_logits && s->n_kept > 0; i++)
         memcpy(s->kept + (size_t)((pos + n - n_logits + i) % s->n_kept) * (size_t)vocab,
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
+}
+
+/* Reads the prompt from token s->n_loaded to `end`, in chunks that end where a block leaves the hot tail (llama_chunk).
+ * Returns the logits of the last token; NULL if there was nothing to read. */
+static const float *read_tokens(session *s, int end) {
+    const double start = seconds();
+    int n_logits = 0;
+    for (int pos; (pos = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS)) < end;) {
+        const int chunk =
+            llama_chunk(&s->cfg, pos, end - pos < TKV_BLOCK_TOKENS ? end - pos : TKV_BLOCK_TOKENS);
+        n_logits = pos + chunk - (s->n_prompt - s->n_kept); /* positions that may be compared later */
+        if (n_logits > chunk) n_logits = chunk;
+        if (n_logits < 1) n_logits = pos + chunk == s->n_prompt;
+        show_bar("reading the prompt", pos, s->n_prompt, start);
+        evaluate(s, chunk, n_logits);
+    }
+    show_bar("reading the prompt", s->n_prompt, s->n_prompt, start);
+    return n_logits ? s->logits + (size_t)(n_logits - 1) * (size_t)s->model.vocab : NULL;
+}
+
+/* >>saved prompts */
+/* The file has keys and values of all tokens but the last. That one is read again, since its logits choose the next
+ * token. The numbers are all tokens, and at the end the milliseconds that reading them took. */
+static void save_prompt(session *s, saved *to, const char *path, double reading) {
+    *to = saved_at(path, s->name, 0);
+    to->n_numbers = s->n_prompt + 1;
+    to->numbers = (int *)allocate((size_t)to->n_numbers, sizeof *to->numbers);
+    memcpy(to->numbers, s->tokens, (size_t)s->n_prompt * sizeof *s->tokens);
+    to->numbers[s->n_prompt] = reading < 2e6 ? (int)(1e3 * reading + 0.5) : 2000000000;
+    const tkv_status status = save_sequence(s->kv, to);
+    if (status != TKV_OK) fail("cannot save to %s: %s", path, saved_fault(s->kv, status));
+    free(to->numbers);
+    to->numbers = NULL;
+}
+
+/* Loads a saved prompt into the empty cache. The caller frees from->numbers. */
+static void load_prompt(session *s, saved *from, const char *path) {
+    *from = saved_at(path, s->name, 0);
+    const tkv_status status = load_sequence(s->kv, from);
+    if (status != TKV_OK) fail("cannot load %s: %s", path, saved_fault(s->kv, status));
+    if (from->n_numbers != from->n_tokens + 2 || !are_tokens(&s->model, from->numbers, from->n_tokens + 1))
+        fail("%s has a sequence that generate did not save", path);
+    s->n_loaded = from->n_tokens;
+}
+
+/* The prompt is the saved one. */
+static void take_prompt(session *s, const saved *from, int most, int more) {
+    s->n_prompt = from->n_tokens + 1;
+    if (s->n_prompt > most)
+        fail("%s has a prompt of %d tokens, and %d fit (-c, -n)", from->path, s->n_prompt, most);
+    s->tokens = (int *)allocate((size_t)(s->n_prompt + more), sizeof *s->tokens);
+    memcpy(s->tokens, from->numbers, (size_t)s->n_prompt * sizeof *s->tokens);
+    printf("[the prompt of %s tokens from %s; the model continues:]\n", commas(s->n_prompt), from->path);
+}
+
+/* The prompt must begin with the saved one. */
+static void check_prompt(const session *s, const saved *from) {
+    int i = 0;
+    while (i <= from->n_tokens && i < s->n_prompt && from->numbers[i] == s->tokens[i]) i++;
+    if (i <= from->n_tokens)
+        fail("the prompt does not begin with that of %s: they differ at token %d of %d", from->path, i + 1,
+             from->n_tokens + 1);
+}
+
+static void print_saved(const char *what, const saved *x, double reading) {
+    printf("  %-11s %s tokens, %s bytes, %s a token, in %.3f s; reading them took %.3f s", what,
+           commas(x->n_tokens), commas((double)x->bytes),
+           commas((double)x->bytes / (x->n_tokens > 0 ? x->n_tokens : 1)), x->seconds, reading);
+    if (reading > x->seconds) printf(", %s times as long", commas(reading / x->seconds));
+    printf("\n");
 }
 
 /* >>recall: several needles, and one question for each (RULER, arXiv 2404.06654, section 3) */
@@ -202,8 +284,8 @@ static int by_size(const void *a, const void *b) {
 
 /* Evaluates the same tokens in the same chunks with an exact cache, compares the logits, and asks the questions. */
 static void compare(session *s, comparison *c) {
-    const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab,
-              count = n < s->n_kept ? n : s->n_kept;
+    const int n = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS), vocab = s->model.vocab;
+    const int count = n - s->n_loaded < s->n_kept ? n - s->n_loaded : s->n_kept;
     const int first = n - count;
     double *kl = (double *)allocate((size_t)count, sizeof *kl);
     const double start = seconds();
@@ -368,7 +450,8 @@ int main(int argc, char **argv) {
     memset(&w, 0, sizeof w);
     memset(&s, 0, sizeof s);
     memset(&c, 0, sizeof c);
-    o.n = w.compare = 256;
+    o.n = 256;
+    w.compare = -1;
     parse_options(argc, argv, usage, &o, &s.cfg, parse_own_option, &w);
     if (!o.model) help(usage, 1);
     uint64_t rng = rng_seed(&o);
@@ -382,36 +465,40 @@ int main(int argc, char **argv) {
     int context = context_of(&o, &s.model);
     if (w.recall && context > 2 * LINE) context -= LINE / 2; /* space for a question */
     const int most = context - (o.n < context / 2 ? o.n : context / 2);
-    const int n_prompt = read_prompt(&s.model, &o, most, o.n, 1, &s.tokens);
-    s.n_prompt = n_prompt;
-    s.n_tokens = n_prompt;
-    s.n_kept = w.compare < n_prompt + o.n ? w.compare : n_prompt + o.n;
+    double *times = (double *)allocate((size_t)o.n, sizeof *times);
+    latency waits = latency_begin(times, o.n);
+    saved from, to;
+    memset(&from, 0, sizeof from);
+    memset(&to, 0, sizeof to);
+    if (w.load || w.save) name_model(&s.model, s.name);
+    if (w.load) load_prompt(&s, &from, w.load);
+    if (w.load && !o.prompt && !o.file) take_prompt(&s, &from, most, o.n);
+    else s.n_prompt = read_prompt(&s.model, &o, most, o.n, 1, &s.tokens);
+    if (w.load) check_prompt(&s, &from);
+    if (w.compare < 0) w.compare = w.load ? 0 : 256;
+    s.n_tokens = s.n_prompt;
+    s.n_kept = s.n_prompt - s.n_loaded + o.n;
+    if (s.n_kept > w.compare) s.n_kept = w.compare;
     s.kept = (float *)allocate((size_t)s.n_kept * (size_t)s.model.vocab, sizeof *s.kept);
     s.logits = (float *)allocate((size_t)TKV_BLOCK_TOKENS * (size_t)s.model.vocab, sizeof *s.logits);
     choice *space = (choice *)allocate((size_t)s.model.vocab, sizeof *space);
 
-    double *times = (double *)allocate((size_t)o.n, sizeof *times);
-    latency waits = latency_begin(times, o.n);
-    const double prompt_start = seconds();
-    int n_logits = 1;
-    /* Reads the prompt in chunks that end where a block leaves the hot tail (llama_chunk). */
-    for (int pos = 0; pos < n_prompt;) {
-        const int chunk =
-            llama_chunk(&s.cfg, pos, n_prompt - pos < TKV_BLOCK_TOKENS ? n_prompt - pos : TKV_BLOCK_TOKENS);
-        n_logits = pos + chunk - (n_prompt - s.n_kept); /* positions that may be compared later */
-        if (n_logits > chunk) n_logits = chunk;
-        if (n_logits < 1) n_logits = pos + chunk == n_prompt;
-        show_bar("reading the prompt", pos, n_prompt, prompt_start);
-        evaluate(&s, chunk, n_logits);
-        pos += chunk;
+    const double prompt_start = seconds(), read_start = latency_now();
+    double saving = 0, reading_before = 0, reading = 0; /* `saving` in processor time, for prompt_time */
+    if (w.load) reading_before = 1e-3 * from.numbers[from.n_numbers - 1];
+    if (w.save) {
+        (void)read_tokens(&s, s.n_prompt - 1);
+        reading = reading_before + latency_now() - read_start;
+        saving = seconds();
+        save_prompt(&s, &to, w.save, reading);
+        saving = seconds() - saving;
     }
-    show_bar("reading the prompt", n_prompt, n_prompt, prompt_start);
-    const double prompt_time = seconds() - prompt_start;
+    const float *last = read_tokens(&s, s.n_prompt);
+    const double prompt_time = seconds() - prompt_start - saving;
 
     s.appending = 0;
     s.attending = 0;
     const double text_start = seconds();
-    const float *last = s.logits + (size_t)(n_logits - 1) * (size_t)s.model.vocab;
     int n_text = 0;
     while (n_text < o.n && s.n_tokens < context) {
         if (n_text > 0) {
@@ -441,18 +528,22 @@ int main(int argc, char **argv) {
     if (s.n_kept > 0) compare(&s, &c);
     print_recall(&s, w.recall);
     print_summary(&s, &c, ratio);
+    const int n_read = s.n_prompt - s.n_loaded;
     printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
-           commas(n_prompt), commas(n_prompt / (prompt_time + 1e-9)), commas(n_text),
-           commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, program_isa_of(s.kv)));
+           commas(n_read), commas(n_read / (prompt_time + 1e-9)), commas(n_text),
+           commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, (int)program_isa_of(s.kv)));
     if (n_text > 1)
         printf("  each token  %.1f ms: attention %.2f, appending %.2f, matrix products and the rest %.1f\n",
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
                1e3 * (text_time - attending - appending) / n_text);
     latency_print(&waits, stdout);
+    if (w.load) print_saved("loaded", &from, reading_before);
+    if (w.save) print_saved("saved", &to, reading);
     if (w.thresholds) keep_plan(&store, &s, &c);
     tkv_destroy(s.kv);
     plan_free(&s.cfg);
     llama_free(&s.model);
+    free(from.numbers);
     free(s.tokens);
     free(s.logits);
     free(s.kept);

@@ -101,6 +101,7 @@ typedef struct llama_model {
     size_t table_size;       /* a power of two */
     char *texts;             /* the bytes of all entries */
     void *file, *tokenizer_file;
+    size_t file_size, tokenizer_size;
     char note[128]; /* a warning for the user, or "" */
 } llama_model;
 
@@ -1073,12 +1074,35 @@ static inline int llama_load(const char *path, const char *tokenizer_path, llama
     free(name);
     if (ok) {
         m->file = data;
+        m->file_size = size;
         m->tokenizer_file = tok;
+        m->tokenizer_size = tok_size;
     } else {
         free(data);
         free(tok);
     }
     return ok;
+}
+
+static uint64_t llama_add_to_checksum(uint64_t sum, const void *data, size_t size) {
+    const unsigned char *p = (const unsigned char *)data;
+    for (size_t at = 0; at < size; at += 8) {
+        const uint64_t word = size - at < 8 ? llama_le(p + at, (int)(size - at)) : llama_le(p + at, 8);
+        sum = (sum ^ word) * 0x9e3779b97f4a7c15u;
+        sum ^= sum >> 32;
+    }
+    return sum;
+}
+
+/* Returns a checksum of all that decides keys and values: the files that llama_load read, and the fields for RoPE that
+ * may be changed after it. It finds accidents, such as a file of another model; it stops no attacker. Cost: O(bytes of
+ * the files). */
+static inline uint64_t llama_checksum(const llama_model *m) {
+    uint32_t theta;
+    memcpy(&theta, &m->rope_theta, sizeof theta);
+    uint64_t sum = llama_add_to_checksum((uint64_t)m->file_size, m->file, m->file_size);
+    sum = llama_add_to_checksum(sum ^ (uint64_t)m->tokenizer_size, m->tokenizer_file, m->tokenizer_size);
+    return (sum ^ theta) * 0x9e3779b97f4a7c15u + (uint64_t)m->rope_halves;
 }
 
 /* >>forward */

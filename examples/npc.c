@@ -10,13 +10,16 @@
  * Then it prints the bytes of each character, shared ones apart (tkv_seq_get_memory). At last it runs a loop of 60
  * frames a second: a frame computes at most one token, and the rest of it belongs to tkv_maintain.
  *
+ * `./npc MODEL --save NAME` saves each character in a file after the scene, and loads them into an empty arena. The
+ * logits of their next words have the same bits. Then they speak once more. `./npc MODEL --load NAME` loads them in
+ * another run, where they say the same words. Loaded characters share nothing, so their arena is larger. One that was
+ * never saved may say other words: the arena was full, and blocks that it shares age later than its own.
+ *
  * The model has 3 million weights. It knows Shakespeare by the sound alone, but it remembers numbers. Another --seed
- * plays another scene. In this order: the world, speaking, the scene, memory, frames, main.
+ * plays another scene. In this order: the world, speaking, the scene, memory, saving, frames, main.
  */
-#include "../tieredkv.h"
-
 #define PROGRAM "npc"
-#include "program.h"
+#include "program.h" /* before system headers */
 
 enum {
     CHARACTERS = 6,
@@ -27,6 +30,10 @@ enum {
     QUEUE = 128
 };
 enum { ARENA = 2 << 20 }; /* bytes of the cache: fixed, whatever the characters do */
+enum {
+    LOADED_ARENA = 3 << 20,
+    SCRATCH = 1 << 20
+}; /* loaded characters share nothing; for saving and loading */
 static const double frame_seconds = 1.0 / 60.0;
 
 /* >>the world */
@@ -76,13 +83,15 @@ typedef struct game {
     options opt;
     llama_model model;
     tkv_config cfg;
-    void *arena;
+    void *arena, *scratch;
     tkv_cache *kv;
     character of[CHARACTERS];
-    int speaking;     /* the sequence whose layers are computed */
-    double cache;     /* seconds in the cache, of the present frame */
-    int secret_token; /* begins the word after "The" in a line that tells a secret number */
-    choice *space;    /* for sample() */
+    int speaking;            /* the sequence whose layers are computed */
+    double cache;            /* seconds in the cache, of the present frame */
+    int secret_token;        /* begins the word after "The" in a line that tells a secret number */
+    choice *space;           /* for sample() */
+    const char *save, *load; /* NULL, or the beginning of the characters' files */
+    char model_name[MODEL_NAME];
 } game;
 
 static void check(const game *g, tkv_status status, const char *what) {
@@ -108,6 +117,15 @@ static tkv_status attend(void *ctx, int layer, const float *q, const float *k, c
     if (status == TKV_OK) status = tkv_attend(g->kv, g->speaking, layer, q, n, out);
     g->cache += seconds() - start;
     return status;
+}
+
+/* The same without the append. */
+static tkv_status attend_only(void *ctx, int layer, const float *q, const float *k, const float *v, int n,
+                              float *out) {
+    game *g = (game *)ctx;
+    (void)k;
+    (void)v;
+    return tkv_attend(g->kv, g->speaking, layer, q, n, out);
 }
 
 /* A character hears or says n tokens. */
@@ -138,17 +156,20 @@ static void hear(game *g, int seq, const char *text) {
     remember(g, seq, tokens, tokens_of(g, text, tokens, 2000));
 }
 
+static void empty_arena(game *g) {
+    char reason[256];
+    memset(g->arena, 0, g->cfg.budget.bytes);
+    tkv_status status =
+        tkv_create_in_place(&g->cfg, g->arena, g->cfg.budget.bytes, &g->kv, reason, sizeof reason);
+    if (status != TKV_OK) fail("the arena: %s", reason[0] ? reason : tkv_get_status_text(status));
+}
+
 /* Begins the game: reads the world once, forks the characters from it, and gives each its own lines. */
 static void begin_game(game *g) {
-    char reason[256];
-    memset(g->arena, 0, ARENA);
-    tkv_status status = tkv_create_in_place(&g->cfg, g->arena, ARENA, &g->kv, reason, sizeof reason);
-    if (status != TKV_OK) fail("the arena: %s", reason[0] ? reason : tkv_get_status_text(status));
+    empty_arena(g);
     hear(g, 0, world);
     for (int i = 0; i < CHARACTERS; i++) {
         character *c = &g->of[i];
-        c->name = cast[i][0];
-        c->persona = cast[i][1];
         c->rng = rng_seed(&g->opt) + (uint64_t)i * 0x9e3779b97f4a7c15u;
         c->n_queued = c->n_heard = c->n_spoken = 0;
         if (i > 0) check(g, tkv_seq_fork(g->kv, 0, i, TKV_UNLIMITED), "fork");
@@ -341,8 +362,98 @@ static void print_memory(const game *g) {
                         (g->model.head_dim + g->model.v_head_dim) * (double)tokens;
     printf("\n  blocks      %s bytes; without sharing %s, in FP16 %s\n", commas(once), commas(apart),
            commas(fp16));
-    printf("  arena       %s bytes: %s used, level %d of %d. The cache allocated nothing.\n", commas(ARENA),
-           commas((double)budget.used), budget.level, budget.n_levels - 1);
+    printf("  arena       %s bytes: %s used, level %d of %d. The cache allocated nothing.\n",
+           commas((double)g->cfg.budget.bytes), commas((double)budget.used), budget.level,
+           budget.n_levels - 1);
+}
+
+/* >>saving */
+/* A file has the character's memory, with what it shared, and in numbers of the program its newest token and the state
+ * of its random numbers. */
+enum { NUMBERS = 3 };
+
+static saved file_of(const game *g, const char *name, int seq, char *path, size_t size) {
+    if (snprintf(path, size, "%s-%s.tkv", name, g->of[seq].name) >= (int)size)
+        fail("%s: too long a name", name);
+    saved s = saved_at(path, g->model_name, seq);
+    s.scratch = g->scratch;
+    s.scratch_bytes = SCRATCH;
+    return s;
+}
+
+static saved save_character(game *g, const char *name, int seq) {
+    const character *c = &g->of[seq];
+    const uint32_t low = (uint32_t)(c->rng & 0xffffffffu), high = (uint32_t)(c->rng >> 32);
+    char path[1024];
+    int numbers[NUMBERS];
+    saved s = file_of(g, name, seq, path, sizeof path);
+    numbers[0] = c->last;
+    memcpy(&numbers[1], &low, sizeof low);
+    memcpy(&numbers[2], &high, sizeof high);
+    s.numbers = numbers;
+    s.n_numbers = NUMBERS;
+    const tkv_status status = save_sequence(g->kv, &s);
+    if (status != TKV_OK) fail("cannot save to %s: %s", path, saved_fault(g->kv, status));
+    return s;
+}
+
+static saved load_character(game *g, const char *name, int seq) {
+    character *c = &g->of[seq];
+    char path[1024];
+    uint32_t low, high;
+    saved s = file_of(g, name, seq, path, sizeof path);
+    const tkv_status status = load_sequence(g->kv, &s);
+    if (status != TKV_OK) fail("cannot load %s: %s", path, saved_fault(g->kv, status));
+    if (s.n_numbers != NUMBERS || !are_tokens(&g->model, s.numbers, 1))
+        fail("%s has a sequence that npc did not save", path);
+    memcpy(&low, &s.numbers[1], sizeof low);
+    memcpy(&high, &s.numbers[2], sizeof high);
+    c->last = s.numbers[0];
+    c->rng = (uint64_t)high << 32 | low;
+    free(s.numbers);
+    return s;
+}
+
+/* Computes the logits of a character's next token: its newest one is evaluated again, and not appended. Returns a hash
+ * of their bits. */
+static uint64_t think(game *g, int seq) {
+    character *c = &g->of[seq];
+    g->speaking = seq;
+    check(g,
+          llama_forward_with(&g->model, &c->last, 1, next_position(g, seq) - 1, attend_only, g, c->logits, 1),
+          "attention");
+    return llama_add_to_checksum(0, c->logits, (size_t)g->model.vocab * sizeof *c->logits);
+}
+
+/* Saves all characters, loads them into an empty arena, and compares what they would say next. */
+static void save_and_load(game *g) {
+    saved s[CHARACTERS];
+    uint64_t thought[CHARACTERS];
+    int same = 0;
+    for (int i = 0; i < CHARACTERS; i++) {
+        thought[i] = think(g, i);
+        s[i] = save_character(g, g->save, i);
+    }
+    tkv_destroy(g->kv);
+    g->cfg.budget.bytes = LOADED_ARENA;
+    empty_arena(g);
+    printf("\n  saved and loaded    bytes      a token     ms, saved    ms, loaded\n");
+    for (int i = 0; i < CHARACTERS; i++) {
+        const saved loaded = load_character(g, g->save, i);
+        same += think(g, i) == thought[i];
+        printf("  %-10s %14s %12s %13.1f %13.1f\n", g->of[i].name, commas((double)s[i].bytes),
+               commas((double)s[i].bytes / s[i].n_tokens), 1e3 * s[i].seconds, 1e3 * loaded.seconds);
+    }
+    printf("  In an empty arena %d of %d go on with the same bits.\n", same, CHARACTERS);
+    if (same < CHARACTERS) exit(1);
+}
+
+/* The loaded characters talk. They do so in the same words each time that they are loaded. */
+static void play_epilogue(game *g) {
+    for (int i = 0; i < CHARACTERS; i++) {
+        address(g, i, "And what sayst thou?");
+        say(g, i);
+    }
 }
 
 /* >>frames */
@@ -364,7 +475,7 @@ static void give_cue(game *g, int seq) {
     c->n_heard = 0;
 }
 
-/* A loop of a game, with a new game in the arena. Characters take turns. with_maintain 0: the rest of a frame is idle. */
+/* A loop of a game, with a new game in the arena. Characters take turns. with_maintain 0: a frame's rest is idle. */
 static void run_frames(game *g, int with_maintain, frame_times *t) {
     int seq = 0, said = 0;
     memset(t, 0, sizeof *t);
@@ -426,18 +537,24 @@ static void print_frames(game *g) {
 
 /* >>main */
 static parsed parse_own_option(void *ctx, const char *name, const char *value) {
-    (void)ctx;
-    (void)name;
-    (void)value;
-    return UNKNOWN;
+    game *g = (game *)ctx;
+    if (!value) return UNKNOWN;
+    if (strcmp(name, "--save") == 0) g->save = value;
+    else if (strcmp(name, "--load") == 0) g->load = value;
+    else return UNKNOWN;
+    return *value ? WITH_VALUE : BAD_VALUE;
 }
 
 int main(int argc, char **argv) {
-    static const char usage[] = "npc MODEL [options]\n" PROGRAM_HELP;
+    static const char usage[] =
+        "npc MODEL [options]\n" PROGRAM_HELP
+        "  --save NAME        saves each character after the scene: NAME-ROMEO.tkv, ...\n"
+        "  --load NAME        plays no scene, and goes on with saved characters\n"
+        "\nThe plan of the cache:\n";
     game g;
     memset(&g, 0, sizeof g);
     g.cfg = tkv_default_config();
-    parse_options(argc, argv, usage, &g.opt, &g.cfg, parse_own_option, NULL);
+    parse_options(argc, argv, usage, &g.opt, &g.cfg, parse_own_option, &g);
     if (!g.opt.model) fail("no model; try: npc examples/data/demo.gguf");
     load(&g.opt, &g.model, &g.cfg);
     if (!g.cfg.model.rope.dim) fail("the model's RoPE is of a kind that tkv_seq_shift does not know");
@@ -445,21 +562,36 @@ int main(int argc, char **argv) {
     g.cfg.limits.max_tokens = MEMORY;
     g.cfg.limits.max_append = CHUNK;
     g.cfg.budget.bytes = ARENA;
-    g.arena = allocate(ARENA, 1); /* of the game; the cache allocates nothing */
+    if (g.load) g.cfg.budget.bytes = LOADED_ARENA;
+    g.arena = allocate(LOADED_ARENA, 1); /* of the game; the cache allocates nothing */
+    g.scratch = allocate(SCRATCH, 1);
     g.space = (choice *)allocate((size_t)g.model.vocab, sizeof *g.space);
-    for (int i = 0; i < CHARACTERS; i++)
+    for (int i = 0; i < CHARACTERS; i++) {
+        g.of[i].name = cast[i][0];
+        g.of[i].persona = cast[i][1];
         g.of[i].logits = (float *)allocate((size_t)g.model.vocab, sizeof(float));
+    }
     int tokens[8];
     (void)tokens_of(&g, " secret", tokens, 8);
     g.secret_token = tokens[0];
-    begin_game(&g);
-    play_scene(&g);
+    name_model(&g.model, g.model_name);
+    if (g.load) {
+        empty_arena(&g);
+        for (int i = 0; i < CHARACTERS; i++) (void)load_character(&g, g.load, i);
+    } else {
+        begin_game(&g);
+        play_scene(&g);
+    }
     print_memory(&g);
+    if (g.save) save_and_load(&g);
+    if (g.save || g.load) play_epilogue(&g);
     tkv_destroy(g.kv);
-    print_frames(&g);
+    g.cfg.budget.bytes = ARENA;
+    if (!g.load) print_frames(&g);
     for (int i = 0; i < CHARACTERS; i++) free(g.of[i].logits);
     free(g.space);
     free(g.arena);
+    free(g.scratch);
     llama_free(&g.model);
     return 0;
 }

@@ -54,7 +54,7 @@ static inline void plan_print_names(void) {
     printf("Presets:");
     for (int i = 0; tkv_get_name(TKV_NAME_PRESET, i); i++) printf(" %s", tkv_get_name(TKV_NAME_PRESET, i));
     printf("\nFormats:");
-    for (int i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_get_name(TKV_NAME_FORMAT, (tkv_format)i));
+    for (int i = 1; i < TKV_FORMAT_COUNT; i++) printf(" %s", tkv_get_name(TKV_NAME_FORMAT, i));
     printf("\n");
 }
 

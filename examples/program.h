@@ -1,14 +1,18 @@
 /*
- * program.h - code that generate, budget and recompute share. It parses the options that load a model, plan its cache
- * and sample tokens, and it reads the prompt. It writes files so that no reader sees half of one.
+ * program.h - code that the examples with a model share. It parses the options that load a model, plan its cache and
+ * sample tokens, and it reads the prompt. It writes files so that no reader sees half of one, and keeps sequences in
+ * such files.
  *
- *     #define PROGRAM "budget"     the name in messages; define it and include tieredkv.h before this file
+ *     #define PROGRAM "budget"     the name in messages
+ *     #include "program.h"         before system headers: it defines _XOPEN_SOURCE (save_file.h)
  *
  * On an error the functions print one sentence on stderr and end the program. In this order: messages, options,
- * running, sampling, prompt, files.
+ * running, sampling, prompt, files, saved sequences.
  */
 #ifndef PROGRAM_H
 #define PROGRAM_H
+
+#include "save_file.h" /* before system headers: it defines _XOPEN_SOURCE */
 
 #include "latency.h"
 #include "llama.h"
@@ -61,7 +65,7 @@ static const char *const tier_names[TKV_TIER_COUNT] = {"hot", "warm", "archive"}
 static const char tier_marks[] = "#+.";
 
 static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t size) {
-    const char *k = tkv_get_name(TKV_NAME_FORMAT, p->k), *v = tkv_get_name(TKV_NAME_FORMAT, p->v);
+    const char *k = tkv_get_name(TKV_NAME_FORMAT, (int)p->k), *v = tkv_get_name(TKV_NAME_FORMAT, (int)p->v);
     if (strcmp(k, v) == 0) snprintf(buf, size, "%s", k);
     else snprintf(buf, size, "%s / %s", k, v);
     return buf;
@@ -138,8 +142,10 @@ static inline parsed parse_common_option(options *o, tkv_config *cfg, const char
     return ok ? WITH_VALUE : BAD_VALUE;
 }
 
+/* Prints the usage, whose last line introduces the options of the plan, and ends the program. */
 static inline void help(const char *usage, int status) {
     fputs(usage, stdout);
+    fputs(PLAN_HELP, stdout);
     plan_print_names();
     exit(status);
 }
@@ -315,28 +321,14 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
 }
 
 /* >>files */
-typedef struct new_file { /* a file that replaces another one when it is whole */
-    FILE *out;
-    const char *path;
-    char beside[1024]; /* its name until then */
-} new_file;
-
-static inline new_file begin_file(const char *path) {
-    new_file f;
-    const int n = snprintf(f.beside, sizeof f.beside, "%s.new", path);
-    f.path = path;
-    f.out = n < (int)sizeof f.beside ? fopen(f.beside, "wb") : NULL;
-    if (!f.out) fail("cannot write %s.new: %s", path, strerror(errno));
+static inline save_file begin_file(const char *path) {
+    save_file f;
+    if (save_file_begin(&f, path) != 0) fail("cannot write %s.new: %s", path, strerror(errno));
     return f;
 }
 
-static inline void end_file(new_file *f) {
-    const int bad = ferror(f->out);
-    if (fclose(f->out) != 0 || bad) fail("cannot write %s: %s", f->beside, strerror(errno));
-#ifdef _WIN32
-    remove(f->path); /* there rename does not replace a file */
-#endif
-    if (rename(f->beside, f->path) != 0) fail("cannot write %s: %s", f->path, strerror(errno));
+static inline void end_file(save_file *f) {
+    if (save_file_end(f) != 0) fail("cannot write %s: %s", f->path, strerror(errno));
 }
 
 /* Writes the report of a cache and the histograms of `l` as Prometheus text. */
@@ -345,11 +337,98 @@ static inline void write_metrics(const char *path, const tkv_cache *kv, const la
     if (tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, NULL, 0, &size) != TKV_OK) fail("no report");
     char *text = (char *)allocate(size, 1);
     if (tkv_print_report(kv, TKV_REPORT_PROMETHEUS, NULL, text, size, NULL) != TKV_OK) fail("no report");
-    new_file f = begin_file(path);
+    save_file f = begin_file(path);
     fputs(text, f.out);
     latency_write_histograms(l, f.out);
     end_file(&f);
     free(text);
+}
+
+/* >>saved sequences */
+/* A sequence in a file, with numbers of the program's: its tokens, and what else it needs. */
+typedef struct saved {
+    const char *path, *model; /* model: of name_model */
+    int seq;
+    int *numbers, n_numbers;
+    int n_tokens;   /* tokens of the sequence */
+    size_t bytes;   /* bytes of the file */
+    double seconds; /* that saving or loading took, by the wall clock */
+    void *scratch;  /* NULL, or memory for a cache in place, which has none to spare */
+    size_t scratch_bytes;
+} saved;
+
+enum { MODEL_NAME = 17 };
+
+/* Writes the model's checksum into name[MODEL_NAME]. A saved sequence belongs to a model of this name. */
+static inline void name_model(const llama_model *m, char *name) {
+    const uint64_t sum = llama_checksum(m);
+    snprintf(name, MODEL_NAME, "%08x%08x", (unsigned)(sum >> 32), (unsigned)(sum & 0xffffffffu));
+}
+
+static inline saved saved_at(const char *path, const char *model, int seq) {
+    saved s;
+    memset(&s, 0, sizeof s);
+    s.path = path;
+    s.model = model;
+    s.seq = seq;
+    return s;
+}
+
+/* Saves a sequence and s->numbers. After TKV_ERR_IO errno says why. */
+static inline tkv_status save_sequence(tkv_cache *kv, saved *s) {
+    const double start = latency_now();
+    tkv_save_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = s->seq;
+    p.model = s->model;
+    p.model_bytes = strlen(s->model);
+    p.tokens = s->numbers;
+    p.n_tokens = s->n_numbers;
+    p.scratch = s->scratch;
+    p.scratch_bytes = s->scratch_bytes;
+    const tkv_status status = save_file_sequence(kv, &p, s->path, &s->bytes);
+    s->n_tokens = tkv_get_length(kv, s->seq, TKV_ALL_LAYERS);
+    s->seconds = latency_now() - start;
+    return status;
+}
+
+/* Loads a sequence. s->numbers is allocated; the caller frees it. After TKV_ERR_IO errno says why. */
+static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
+    const double start = latency_now();
+    tkv_load_info info;
+    tkv_load_params p;
+    memset(&info, 0, sizeof info);
+    memset(&p, 0, sizeof p);
+    errno = 0;
+    void *bytes = llama_read_file(s->path, &s->bytes);
+    if (!bytes && errno == 0) errno = EIO;
+    if (!bytes) return TKV_ERR_IO;
+    s->numbers = (int *)allocate(s->bytes / 4 + 1, sizeof *s->numbers); /* the file has at most so many */
+    p.seq = s->seq;
+    p.model = s->model;
+    p.model_bytes = strlen(s->model);
+    p.tokens = s->numbers;
+    p.token_capacity = s->bytes / 4 < PROGRAM_MOST ? (int)(s->bytes / 4) : PROGRAM_MOST;
+    p.scratch = s->scratch;
+    p.scratch_bytes = s->scratch_bytes;
+    const tkv_status status = tkv_seq_load(kv, &p, bytes, s->bytes, &info);
+    s->n_tokens = info.n_tokens;
+    s->n_numbers = info.n_saved_tokens;
+    free(bytes);
+    s->seconds = latency_now() - start;
+    return status;
+}
+
+/* Returns why a sequence was not saved or loaded. */
+static inline const char *saved_fault(const tkv_cache *kv, tkv_status status) {
+    if (status == TKV_ERR_IO && errno) return strerror(errno);
+    return *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status);
+}
+
+static inline int are_tokens(const llama_model *m, const int *numbers, int n) {
+    for (int i = 0; i < n; i++)
+        if (numbers[i] < 0 || numbers[i] >= m->vocab) return 0;
+    return 1;
 }
 
 #endif /* PROGRAM_H */

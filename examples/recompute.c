@@ -14,10 +14,8 @@
  * tables, because the second cache would learn other tables. To recompute a few tokens, the model evaluates all
  * tokens before them. In this order: options, evaluating, recomputing, turns, main.
  */
-#include "../tieredkv.h"
-
 #define PROGRAM "recompute"
-#include "program.h"
+#include "program.h" /* before system headers */
 
 #define DEMO "examples/data/demo.gguf"
 enum { CONVERSATIONS = 2, CHUNK = 64 };
@@ -28,7 +26,8 @@ static const char usage[] =
     "  --turns N          turns of each conversation (2)\n"
     "  --budget PERCENT   budget, in percent of the bytes of both conversations (75)\n"
     "The program always sets --raw.\n"
-    "\n" PLAN_HELP;
+    "\n"
+    "The plan:\n";
 
 typedef struct settings {
     int turns, percent;
@@ -306,8 +305,8 @@ int main(int argc, char **argv) {
     if (cfg.tiers.archive.k == TKV_FORMAT_DEFAULT) cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     (void)tkv_init_remat(&w.remat, &remat, NULL, 0);
     printf("Tiers of %s and %s; tkv_seq_discard after each turn.\n",
-           tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.warm.k),
-           tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.archive.k));
+           tkv_get_name(TKV_NAME_FORMAT, (int)cfg.tiers.warm.k),
+           tkv_get_name(TKV_NAME_FORMAT, (int)cfg.tiers.archive.k));
     same &= compare(&w, &s, prompt, n, &cfg, &cfg, DISCARD_BY_HAND);
     free(prompt);
     free(w.logits);

@@ -54,7 +54,7 @@ static inline void store_write(const plan_store *s) {
     if (tkv_print_thresholds(&s->entries, NULL, 0, &size) != TKV_OK) fail("%s: no text", s->path);
     char *text = (char *)allocate(size, 1);
     (void)tkv_print_thresholds(&s->entries, text, size, NULL); /* cannot fail: the size is right */
-    new_file f = begin_file(s->path);
+    save_file f = begin_file(s->path);
     fputs(text, f.out);
     end_file(&f);
     free(text);
