@@ -45345,6 +45345,17 @@ static tkv_status tkvi_provide_file(tkvi_loader *l) {
     return st;
 }
 
+/* A layer without a table learns from loaded tokens as from appended ones: a talk that is loaded again and again gets
+ * its first table as early. */
+static void tkvi_count_loaded_tokens(tkv_cache *kv, int seq) {
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && kv->stats.tokens_seen; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (kv->tables.current_version[layer] < 0)
+            tkvi_add_to_count(&kv->stats.tokens_seen[layer], list->len - list->expired);
+    }
+}
+
 static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
     int layer, seq;
     if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
@@ -45392,6 +45403,7 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     tkvi_trim(&kv->pool);
     if (st) return st;
     tkvi_remember_turns(kv, p->seq);
+    tkvi_count_loaded_tokens(kv, p->seq);
     for (i = 0; i < l.n_tokens && p->tokens; i++) p->tokens[i] = tkvi_saved_token(&l, i);
     l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;

@@ -688,6 +688,26 @@ TEST(cut_journals_have_the_last_whole_save) {
     tkv_destroy(b);
 }
 
+/* A talk of short sessions, each in a new process, is compressed like one of a long session. */
+TEST(short_sessions_get_tables) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_layer_info info;
+    size_t bytes = 0;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    for (int i = 0; i < 9; i++) {
+        tkv_cache *kv = create_cache(&cfg);
+        const tkv_load_params load = load_params(0);
+        if (i) CHECK_EQ(tkv_seq_load(kv, &load, file, bytes, NULL), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 80, 10), TKV_OK);
+        (void)ask(kv, 0);
+        check_cache_at(kv, "short session", i);
+        bytes = save_sequence(kv, 0, file);
+        CHECK_EQ(tkv_get_layer(kv, 0, 1, &info), TKV_OK);
+        tkv_destroy(kv);
+    }
+    CHECK(info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE] > 400);
+}
+
 /* >>attached files */
 static int n_released;
 
@@ -1046,6 +1066,7 @@ int main(int argc, char **argv) {
     RUN(first_tokens_are_saved);
     RUN(journals_grow_and_begin_anew);
     RUN(cut_journals_have_the_last_whole_save);
+    RUN(short_sessions_get_tables);
     RUN(attached_sequences_give_the_same_bits);
     RUN(attached_blocks_are_verified_at_first_use);
     RUN(attached_files_have_exact_copies);
