@@ -22,6 +22,7 @@
  *                                                R11 characters with a common prompt
  *                                                R13 back to a state of a hybrid model
  *                                                R16 a conversation in a file's bytes
+ *                                                R17 a journal, and its file attached
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena
@@ -51,10 +52,8 @@
  *   It contains no model, no tokenizer and no sampling. It does not apply RoPE: keys must arrive rotated. (KVQUANT
  *   formats undo the rotation inside.) It starts no threads, opens no files and uses no network.
  *
- *   These things are not possible today:
- *     - A sequence cannot be saved or loaded.
- *     - A head has at most 576 channels. The cache stores them padded to a multiple of 16. Heads of more than 256
- *       channels have no SQUAT formats, and no blocks outside RAM.
+ *   A head has at most 576 channels. The cache stores them padded to a multiple of 16. Heads of more than 256 channels
+ *   have no SQUAT formats, and no blocks outside RAM.
  *
  *
  * 2. COMPILE IT ONCE
@@ -353,6 +352,7 @@
  *   that the cache has already are not stored twice. A layer has at most four: beyond that, blocks are coded again with
  *   its current table, and tkv_load_info says how many. The checksums (XXH64) find accidents; they do not stop an
  *   attacker. Write to a new file, flush it, and rename it: then a crash leaves the old file or the new one.
+ *   examples/save_file.h does it. `length` saves the first tokens only. In place give `scratch`.
  *
  * Recipe R16: a conversation in a file's bytes
  *     static unsigned char bytes[4 << 20];
@@ -375,6 +375,46 @@
  *     bytes[n / 2] ^= 1;
  *     if (tkv_seq_load(kv, &load, bytes, n, NULL)) return puts(tkv_get_last_error(kv)), 1;
  *     printf("%d tokens in %d bytes\n", tkv_get_length(kv, 1, 0), (int)n);
+ * End of recipe
+ *
+ *   A journal is a file that grows with its conversation. Give its bytes as `former`: only what changed since its last
+ *   save is written, to come behind it. info.at says where. 0 means that the bytes are a new file: there was none, or
+ *   more than half of it is out of use. A crash in between leaves the last whole save, which a load with `recover`
+ *   finds, and which the next save goes on from.
+ *
+ *   Attached files. A load with `attach` leaves archived blocks where they are, in a mapped file say, and reads them
+ *   there. It copies only the index and the blocks that are still to be compressed. A block is verified when it is read
+ *   first, so attention may return TKV_ERR_DATA. Blocks in the file take no bytes of the budget. tkv_promote brings
+ *   them into RAM. The bytes must stay until `release`. They are never written to.
+ *
+ * Recipe R17: a journal, and its file attached
+ *     static unsigned char bytes[4 << 20];
+ *     unsigned char *journal = bytes + (64 - (size_t)bytes % 64) % 64; // attached bytes begin at a multiple of 64
+ *     tkv_save_params save = {0};
+ *     tkv_save_info info;
+ *     tkv_load_params load = {0};
+ *     tkv_load_info loaded;
+ *     size_t n = 0, room = sizeof bytes - 64;
+ *     cfg.limits.max_seqs = 2;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     save.info = &info;
+ *     for (int i = 0; i < 16; i++) {
+ *         run_model(64);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 64)) return 1;
+ *         save.former = n ? journal : NULL;
+ *         save.former_bytes = n;
+ *         if (tkv_seq_save(kv, &save, NULL, 0, &n)) return 1;           // how much, and where
+ *         if (info.at == 0) save.former_bytes = 0;                      // anew
+ *         if (info.bytes > room - info.at) return 1;
+ *         if (tkv_seq_save(kv, &save, journal + info.at, room - info.at, &n)) return 1;
+ *         n = info.at + info.bytes;
+ *     }
+ *     load.seq = 1;
+ *     load.attach = 1;
+ *     if (tkv_seq_load(kv, &load, journal, n, &loaded)) return puts(tkv_get_last_error(kv)), 1;
+ *     printf("the last of 16 saves wrote %d blocks of %d; %d stay in the file\n", info.n_new_blocks, info.n_blocks,
+ *            loaded.n_attached);
  * End of recipe
  *
  *
@@ -2308,10 +2348,11 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
                                        int *n);
 
 /* >>save and load. A saved sequence is its blocks as they lie, with the tables that they need, masks, positions, pins,
- * states, and token numbers of the caller's. Each section has an XXH64, and so has the index at the end. The same
- * bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is coded
- * with the tables of this cache: the same bits with frozen tables. A checksum finds accidents. It does not stop an
- * attacker: authenticate files that others could write.
+ * states, and token numbers of the caller's. Each section and each block has an XXH64, and so has the index at the end.
+ * The same bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is
+ * coded with the tables of this cache: the same bits with frozen tables. A layer that has no table yet learns from
+ * loaded tokens too. A checksum finds accidents. It does not stop an attacker: authenticate files that others could
+ * write. Slots of a block that the sequence has no token in are saved as zeros, in exact formats.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -2379,9 +2420,10 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_STATE        a step is open in the sequence
  *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
- * In place, an arena may have no room for the table that a save needs meanwhile, or for the block of a load:
- * TKV_ERR_CAPACITY.
- * Cost: O(bytes), twice: they are copied, then hashed. */
+ *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
+ *   TKV_ERR_DATA         `former` has no whole save
+ * In place a cache has no memory for the block, table and index that a call needs meanwhile: give `scratch`.
+ * Cost: O(bytes). Behind a former save O(bytes of the sequence) to hash them, and O(new bytes) to write them. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
 /* Saves a sequence through a callback, which gets the bytes piece by piece, in order. After an error the pieces are of
@@ -2398,9 +2440,10 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
  *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats
  *   TKV_ERR_STATE      the sequence is not empty, or a step is open
- *   TKV_ERR_CAPACITY   token_capacity or max_tokens is too small, or no version of a table is free
- *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
- * Cost: O(bytes). It takes memory for one block and one table of a layer meanwhile. */
+ *   TKV_ERR_CAPACITY   token_capacity, max_tokens or scratch is too small, no version of a table is free, or in place
+ *                      there is no memory to attach
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE; attach: TKV_NO_OFFLOAD)
+ * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its

@@ -1023,10 +1023,11 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
                                        int *n);
 
 /* >>save and load. A saved sequence is its blocks as they lie, with the tables that they need, masks, positions, pins,
- * states, and token numbers of the caller's. Each section has an XXH64, and so has the index at the end. The same
- * bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is coded
- * with the tables of this cache: the same bits with frozen tables. A checksum finds accidents. It does not stop an
- * attacker: authenticate files that others could write.
+ * states, and token numbers of the caller's. Each section and each block has an XXH64, and so has the index at the end.
+ * The same bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is
+ * coded with the tables of this cache: the same bits with frozen tables. A layer that has no table yet learns from
+ * loaded tokens too. A checksum finds accidents. It does not stop an attacker: authenticate files that others could
+ * write. Slots of a block that the sequence has no token in are saved as zeros, in exact formats.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -1094,9 +1095,10 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_STATE        a step is open in the sequence
  *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
- * In place, an arena may have no room for the table that a save needs meanwhile, or for the block of a load:
- * TKV_ERR_CAPACITY.
- * Cost: O(bytes), twice: they are copied, then hashed. */
+ *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
+ *   TKV_ERR_DATA         `former` has no whole save
+ * In place a cache has no memory for the block, table and index that a call needs meanwhile: give `scratch`.
+ * Cost: O(bytes). Behind a former save O(bytes of the sequence) to hash them, and O(new bytes) to write them. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
 /* Saves a sequence through a callback, which gets the bytes piece by piece, in order. After an error the pieces are of
@@ -1113,9 +1115,10 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
  *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats
  *   TKV_ERR_STATE      the sequence is not empty, or a step is open
- *   TKV_ERR_CAPACITY   token_capacity or max_tokens is too small, or no version of a table is free
- *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
- * Cost: O(bytes). It takes memory for one block and one table of a layer meanwhile. */
+ *   TKV_ERR_CAPACITY   token_capacity, max_tokens or scratch is too small, no version of a table is free, or in place
+ *                      there is no memory to attach
+ *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE; attach: TKV_NO_OFFLOAD)
+ * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
