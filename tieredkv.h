@@ -40361,7 +40361,8 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
- * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
+ * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. A loaded
+ * block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
@@ -40369,7 +40370,10 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
               !kv->tables.cfg.recompute.compute;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
-            if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
+            if (rule[i].key[t] == key &&
+                (one || tier == TKV_TIER_HOT ? t == (int)tier || t == (int)tkvi_tier_of_level(&rule[i], tier)
+                                             : 1))
+                return 1;
     return 0;
 }
 
@@ -43981,7 +43985,9 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
                                                                      : TKV_TIER_HOT;
         fault = tkvi_find_entry_fault(l, &list, i, tier);
         if (!fault && list.meta) fault = tkvi_find_meta_fault(&list, i);
-        if (!fault) (void)tkvi_read_entry(&list, i, &first), n_blocks += first == i;
+        if (!fault && tkvi_read_entry(&list, i, &first).turned && !p->rope)
+            fault = "a key has moved, but nothing is known of the RoPE, layer";
+        n_blocks += !fault && first == i;
     }
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);

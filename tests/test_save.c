@@ -522,6 +522,54 @@ TEST(hostile_files_with_right_checksums) {
     tkv_destroy(b);
 }
 
+/* The section of a kind and layer in `file`, n bytes long. */
+static unsigned char *section_of(size_t n, int kind, int layer) {
+    for (unsigned char *e = file + word_at(file + n - 32, 8); e < file + n - 32; e += 32)
+        if (word_at(e, 4) == (uint64_t)kind && word_at(e + 4, 4) == (uint64_t)layer)
+            return file + word_at(e + 8, 8);
+    exit(2);
+}
+
+TEST(moved_keys_without_rope_are_refused) {
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    const tkv_load_params load = load_params(1);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 50), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file);
+    unsigned char *list = section_of(n, 4, 1);
+    list[32] = 1;                /* the list has moved tokens, */
+    put_word(list + 88 + 24, 9); /* those of entry 1 by 9 positions */
+    repair_checksums(file, n);
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    list[88 + 28] = 9; /* and their keys were rotated */
+    repair_checksums(file, n);
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_ERR_DATA);
+    CHECK(strstr(tkv_get_last_error(kv), "RoPE") != NULL);
+    tkv_destroy(kv);
+}
+
+/* An exact block that a colder tier has, since another sequence had it in the hot tier, in a plan without that tier. */
+TEST(tiers_that_the_plan_lacks) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    const tkv_load_params load = load_params(1);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 50), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file);
+    for (int layer = 0; layer < LAYERS; layer++) {
+        unsigned char *list = section_of(n, 4, layer);
+        list[8] = 1; /* blocks of the archive */
+        list[88 + 35] = TKV_TIER_ARCHIVE;
+    }
+    repair_checksums(file, n);
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+    check_cache_at(kv, "loaded", 0);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 100, 50), TKV_OK);
+    check_cache_at(kv, "goes on", 0);
+    tkv_destroy(kv);
+}
+
 /* >>memory */
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -604,6 +652,8 @@ int main(int argc, char **argv) {
     RUN(a_callback_gets_the_same_bytes);
     RUN(each_flipped_bit_and_each_cut_is_found);
     RUN(hostile_files_with_right_checksums);
+    RUN(moved_keys_without_rope_are_refused);
+    RUN(tiers_that_the_plan_lacks);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(states_are_saved);
     return tkv_test_end();

@@ -363,7 +363,9 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
                                                                      : TKV_TIER_HOT;
         fault = tkvi_find_entry_fault(l, &list, i, tier);
         if (!fault && list.meta) fault = tkvi_find_meta_fault(&list, i);
-        if (!fault) (void)tkvi_read_entry(&list, i, &first), n_blocks += first == i;
+        if (!fault && tkvi_read_entry(&list, i, &first).turned && !p->rope)
+            fault = "a key has moved, but nothing is known of the RoPE, layer";
+        n_blocks += !fault && first == i;
     }
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
