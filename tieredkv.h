@@ -40574,7 +40574,8 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
- * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
+ * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. A loaded
+ * block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
@@ -40582,7 +40583,10 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
               !kv->tables.cfg.recompute.compute && !kv->pool.source;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
-            if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
+            if (rule[i].key[t] == key &&
+                (one || tier == TKV_TIER_HOT ? t == (int)tier || t == (int)tkvi_tier_of_level(&rule[i], tier)
+                                             : 1))
+                return 1;
     return 0;
 }
 
@@ -44793,8 +44797,11 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     if (TKVI_HAS_EVICT ? list.anchors != (list.n ? p->n_anchor_blocks : 0) : list.anchors > 0)
         return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
                                        layer);
-    for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12))
+    for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12)) {
         fault = tkvi_find_run_fault(l, &list, i, &n_blocks);
+        if (!fault && tkvi_saved_int(tkvi_run_of_entry(&list, i) + 20) && !p->rope)
+            fault = "a key has moved, but nothing is known of the RoPE, layer";
+    }
     for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);

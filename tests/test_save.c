@@ -3,7 +3,12 @@
  * caches, damaged and hostile files, failed allocations.
  *
  * The streaming XXH64 and the drawn bytes are compared with a second reader, which knows the format from its drawing.
+ *
+ * Files of tests/data/saved-N-*.tkvs, N being the version of the format, were saved once. They must stay readable. If
+ * the format gains a version, write those of the new one, and keep the rows and files of the old ones:
+ *     build/tests/test_save --golden > tests/golden_saved.h
  */
+#include "golden_saved.h"
 #include "sequences.h"
 
 enum { LAYERS = 3, SEQS = 4, MOST = 4 << 20 };
@@ -983,6 +988,54 @@ TEST(hostile_files_with_right_checksums) {
     tkv_destroy(b);
 }
 
+/* The section of a kind and layer in `file`, n bytes long. */
+static unsigned char *section_of(size_t n, int kind, int layer) {
+    for (unsigned char *e = file + index_of(file, n); e < file + n - 40; e += 32)
+        if (word_at(e, 4) == (uint64_t)kind && word_at(e + 4, 4) == (uint64_t)layer)
+            return file + word_at(e + 8, 8);
+    exit(2);
+}
+
+TEST(moved_keys_without_rope_are_refused) {
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    const tkv_load_params load = load_params(1);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 50), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file);
+    unsigned char *list = section_of(n, 5, 1);
+    list[32] = 1;                /* the list has moved tokens, */
+    put_word(list + 96 + 16, 9); /* those of run 1 by 9 positions */
+    repair_checksums(file, n, NULL);
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    list[96 + 20] = 9; /* and their keys were rotated */
+    repair_checksums(file, n, NULL);
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_ERR_DATA);
+    CHECK(strstr(tkv_get_last_error(kv), "RoPE") != NULL);
+    tkv_destroy(kv);
+}
+
+/* An exact block that a colder tier has, since another sequence had it in the hot tier, in a plan without that tier. */
+TEST(tiers_that_the_plan_lacks) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    const tkv_load_params load = load_params(1);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 60, 50), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file);
+    for (int layer = 0; layer < LAYERS; layer++) {
+        unsigned char *list = section_of(n, 5, layer);
+        list[8] = 1; /* blocks of the archive */
+        list[96 + 27] = TKV_TIER_ARCHIVE; /* the second and last run */
+    }
+    repair_checksums(file, n, NULL);
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+    check_cache_at(kv, "loaded", 0);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 100, 50), TKV_OK);
+    check_cache_at(kv, "goes on", 0);
+    tkv_destroy(kv);
+}
+
 /* >>memory */
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -1053,7 +1106,164 @@ TEST(states_are_saved) {
     tkv_destroy(b);
 }
 
+/* >>golden files: small sequences, one layer each but for the exact one */
+static const char *const golden_names[] = {"exact", "tables", "evicted", "moved"};
+
+static tkv_config golden_config(int i) {
+    tkv_config cfg = make_sized_config(i ? 1 : 2, 2, 1, 8, 2, 64);
+    cfg.tiers.hot_tokens = i ? TKV_OFF : TKV_UNLIMITED;
+    cfg.tiers.warm_tokens = 64;
+    if (i == 0) cfg.tiers.hot = pair_of(TKV_F32, TKV_BF16);
+    if (i == 2) cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_Q8), cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_INT4);
+    if (i == 2) cfg.evict.policy = TKV_EVICT_H2O, cfg.tiers.n_anchors = 4, cfg.importance.sample_every = 1;
+    if (i == 3) cfg.model.rope.dim = 8, cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KVQUANT4, TKV_KIVI3);
+    return cfg;
+}
+
+static tkv_status golden_attend(tkv_cache *kv, int layer, float *out) {
+    float q[16];
+    for (int i = 0; i < 16; i++) q[i] = (float)(i * 5 % 7 - 3) / 4.0f;
+    return tkv_attend(kv, 0, layer, q, 1, out);
+}
+
+/* Makes and saves golden file i. Returns its bytes. */
+static size_t save_golden(int i, unsigned char *to, size_t size) {
+    static const int tokens[3] = {7, -8, 9};
+    const tkv_config cfg = golden_config(i);
+    tkv_cache *kv = create_cache(&cfg);
+    tkv_save_params p = save_params(0);
+    uint64_t victims[4] = {0, 0x00ff00ff00ff00f0u, 1, 0};
+    float x[2 * 64 * 8], out[16];
+    size_t n = 0;
+    for (int t = 0; t < (i == 0 ? 40 : i == 1 ? 420 : 230); t += 10) {
+        for (int layer = 0; layer < cfg.model.n_layers; layer++) {
+            for (int c = 0; c < 160; c++) x[c] = channel_of(i, layer, t + c / 16, c / 8 % 2, c % 8);
+            CHECK_EQ(tkv_append(kv, 0, layer, x, x + 80, 10), TKV_OK);
+            CHECK_EQ(golden_attend(kv, layer, out), TKV_OK);
+        }
+        if (i == 3 && t % 50 == 0) CHECK_EQ(tkv_seq_put_state(kv, 0, 0, t + 10, model_name, 7), TKV_OK);
+    }
+    if (i) CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    if (i == 2) CHECK_EQ(tkv_seq_pin(kv, 0, 80, 3, TKV_UNLIMITED), TKV_OK);
+    if (i == 2) CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 200), TKV_OK);
+    if (i == 3) CHECK_EQ(tkv_seq_remove(kv, 0, 90, 110), TKV_OK); /* entries share the block that is cut */
+    if (i == 3) CHECK_EQ(tkv_seq_shift(kv, 0, 150, 205, 40), TKV_OK);
+    p.tokens = tokens;
+    p.n_tokens = 3;
+    p.with_scores = i == 2;
+    CHECK_EQ(tkv_seq_save(kv, &p, to, size, &n), TKV_OK);
+    tkv_destroy(kv);
+    return n;
+}
+
+/* A hash of all that a caller reads of sequence 0: positions, states, tokens as they are decoded. All kernels decode
+ * the same bits. */
+static uint64_t hash_of_tokens(tkv_cache *kv) {
+    uint64_t h = HASH_START;
+    uint8_t state[64];
+    size_t size;
+    for (int layer = 0; layer < last_config.model.n_layers; layer++)
+        for (int t = 0; t < tkv_get_length(kv, 0, layer); t++) {
+            float k[8], v[8];
+            int position = 0;
+            const uint8_t is_there = tkv_read(kv, 0, layer, t, 1, k, v) == TKV_OK;
+            h = hash_of(h, &is_there, 1);
+            if (!is_there) continue;
+            h = hash_of_floats(hash_of_floats(h, k, 8), v, 8);
+            CHECK_EQ(tkv_get_positions(kv, 0, layer, t, 1, &position), TKV_OK);
+            put_word(state, (uint64_t)(unsigned)position);
+            h = hash_of(h, state, 4);
+        }
+    for (int t = 0; t < 300; t++)
+        if (tkv_seq_get_state(kv, 0, 0, t, state, sizeof state, &size) == TKV_OK) h = hash_of(h, state, size);
+    return h;
+}
+
+/* Reads a golden file. Returns its bytes; 0: it is missing. */
+static size_t read_golden(int version, const char *name) {
+    char path[100];
+    snprintf(path, sizeof path, "tests/data/saved-%d-%s.tkvs", version, name);
+    FILE *f = fopen(path, "rb");
+    if (!f) return 0;
+    const size_t n = fread(file, 1, sizeof file, f);
+    fclose(f);
+    return n;
+}
+
+TEST(golden_files_stay_readable) {
+    const int present = (int)word_at(file + 4, save_golden(0, file, sizeof file) ? 4 : 0);
+    for (int i = 0; i < COUNT(golden_saved); i++) {
+        const golden_file *g = &golden_saved[i];
+        const size_t n = read_golden(g->version, g->name);
+        const tkv_config cfg = golden_config(g->number);
+        tkv_cache *kv = create_cache(&cfg);
+        const tkv_load_params load = load_params(0);
+        tkv_save_params save = save_params(0);
+        static const int tokens[3] = {7, -8, 9};
+        size_t bytes = 0;
+        CHECK_MSG(n > 0, "tests/data/saved-%d-%s.tkvs is missing; run from the root of the project",
+                  g->version, g->name);
+        CHECK_MSG(tkv_seq_load(kv, &load, file, n, NULL) == TKV_OK, "%s: %s", g->name,
+                  tkv_get_last_error(kv));
+        check_cache_at(kv, g->name, g->version);
+        CHECK_MSG(hash_of_tokens(kv) == g->hash, "%s: tokens differ", g->name);
+        save.tokens = tokens;
+        save.n_tokens = 3;
+        save.with_scores = g->number == 2;
+        CHECK_EQ(tkv_seq_save(kv, &save, other_file, sizeof other_file, &bytes), TKV_OK);
+        if (g->version == present) CHECK_EQ(bytes, n);
+        if (g->version == present) CHECK_MEM(other_file, file, n);
+        for (int layer = 0; layer < cfg.model.n_layers;
+             layer++) { /* kernels differ in attention's last bits */
+            float out[16] = {0};
+            CHECK_EQ(golden_attend(kv, layer, out), TKV_OK);
+            CHECK_NEAR(out[3], g->out[layer], .02);
+        }
+        tkv_destroy(kv);
+    }
+}
+
+/* Writes the golden files of the present version, and the lines of golden_saved.h with those of older ones. */
+static void write_golden(void) {
+    printf(
+        "/* Generated: build/tests/test_save --golden > tests/golden_saved.h */\n/* clang-format off */\n"
+        "#ifndef TKV_GOLDEN_SAVED_H\n#define TKV_GOLDEN_SAVED_H\n\n#include <stdint.h>\n\n"
+        "/* What tests/data/saved-VERSION-NAME.tkvs holds (test_save.c): its number there, hash_of_tokens, "
+        "and a\n"
+        " * channel of attention in each layer. */\n"
+        "typedef struct golden_file {\n    int version, number;\n    const char *name;\n    uint64_t hash;\n"
+        "    double out[2];\n} golden_file;\n\nstatic const golden_file golden_saved[] = {\n");
+    for (int i = 0; i < COUNT(golden_names); i++) {
+        const size_t n = save_golden(i, file, sizeof file);
+        const int version = (int)word_at(file + 4, 4);
+        const tkv_config cfg = golden_config(i);
+        const tkv_load_params load = load_params(0);
+        tkv_cache *kv = create_cache(&cfg);
+        float out[2][16] = {{0}};
+        char path[100];
+        snprintf(path, sizeof path, "tests/data/saved-%d-%s.tkvs", version, golden_names[i]);
+        FILE *f = fopen(path, "wb");
+        if (!f || fwrite(file, 1, n, f) != n || fclose(f)) exit(2);
+        for (int k = 0; i == 0 && k < COUNT(golden_saved); k++)
+            if (golden_saved[k].version != version)
+                printf("    {%d, %d, \"%s\", 0x%08lx%08lxu, {%.4f, %.4f}},\n", golden_saved[k].version,
+                       golden_saved[k].number, golden_saved[k].name,
+                       (unsigned long)(golden_saved[k].hash >> 32),
+                       (unsigned long)(golden_saved[k].hash & 0xffffffffu), golden_saved[k].out[0],
+                       golden_saved[k].out[1]);
+        if (tkv_seq_load(kv, &load, file, n, NULL)) exit(2);
+        for (int layer = 0; layer < cfg.model.n_layers; layer++) (void)golden_attend(kv, layer, out[layer]);
+        const uint64_t h = hash_of_tokens(kv);
+        printf("    {%d, %d, \"%s\", 0x%08lx%08lxu, {%.4f, %.4f}},\n", version, i, golden_names[i],
+               (unsigned long)(h >> 32), (unsigned long)(h & 0xffffffffu), (double)out[0][3],
+               (double)out[1][3]);
+        tkv_destroy(kv);
+    }
+    printf("};\n\n#endif /* TKV_GOLDEN_SAVED_H */\n");
+}
+
 int main(int argc, char **argv) {
+    if (argc > 1 && strcmp(argv[1], "--golden") == 0) return write_golden(), 0;
     tkv_test_begin(argc, argv);
     RUN(the_drawn_frame_is_there);
     RUN(a_loaded_sequence_gives_the_same_bits);
@@ -1073,7 +1283,10 @@ int main(int argc, char **argv) {
     RUN(scratch_memory_of_the_caller);
     RUN(each_flipped_bit_and_each_cut_is_found);
     RUN(hostile_files_with_right_checksums);
+    RUN(moved_keys_without_rope_are_refused);
+    RUN(tiers_that_the_plan_lacks);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(states_are_saved);
+    RUN(golden_files_stay_readable);
     return tkv_test_end();
 }

@@ -271,8 +271,11 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     if (TKVI_HAS_EVICT ? list.anchors != (list.n ? p->n_anchor_blocks : 0) : list.anchors > 0)
         return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
                                        layer);
-    for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12))
+    for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12)) {
         fault = tkvi_find_run_fault(l, &list, i, &n_blocks);
+        if (!fault && tkvi_saved_int(tkvi_run_of_entry(&list, i) + 20) && !p->rope)
+            fault = "a key has moved, but nothing is known of the RoPE, layer";
+    }
     for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);

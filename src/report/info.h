@@ -675,7 +675,8 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
- * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. */
+ * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. A loaded
+ * block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
@@ -683,7 +684,10 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
               !kv->tables.cfg.recompute.compute && !kv->pool.source;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
-            if (rule[i].key[t] == key && (one || tier == TKV_TIER_HOT ? t == (int)tier : 1)) return 1;
+            if (rule[i].key[t] == key &&
+                (one || tier == TKV_TIER_HOT ? t == (int)tier || t == (int)tkvi_tier_of_level(&rule[i], tier)
+                                             : 1))
+                return 1;
     return 0;
 }
 
