@@ -1025,7 +1025,7 @@ TEST(tiers_that_the_plan_lacks) {
     const size_t n = save_sequence(kv, 0, file);
     for (int layer = 0; layer < LAYERS; layer++) {
         unsigned char *list = section_of(n, 5, layer);
-        list[8] = 1; /* blocks of the archive */
+        list[8] = 1;                      /* blocks of the archive */
         list[96 + 27] = TKV_TIER_ARCHIVE; /* the second and last run */
     }
     repair_checksums(file, n, NULL);
