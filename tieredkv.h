@@ -6321,6 +6321,19 @@ static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint
     s->format->side[s->which].decode(s, ops, src, first, n, x, stride);
 }
 
+/* Rows that are to be coded, or learned from. Numbers of bytes that came from outside may not be finite; here they are:
+ * encoders make integers of them. */
+static void tkvi_finite_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                               int n, float *x, size_t stride) {
+    int t, c;
+    tkvi_values(s, ops, src, first, n, x, stride);
+    for (t = 0; t < n; t++) {
+        float *row = x + (size_t)t * stride;
+        if (tkvi_is_all_finite(row, s->dim)) continue;
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
+    }
+}
+
 #endif /* TKVI_CORE_FORMAT_H */
 /* ======== formats/exact.h ======== */
 /*
@@ -29048,8 +29061,8 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->work.recode, y[TKV_MAX_HEAD_DIM];
-    if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
-    else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
+    if (w->side == TKV_K) tkvi_finite_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
+    else tkvi_finite_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
         tkvi_take_token(w->side == TKV_K ? w->from->rope : NULL, x + t * dim, dim, (int64_t)start + t, y);
         w->visit(w->ctx, y, NULL);
@@ -29151,7 +29164,7 @@ static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const
     float *k = g->kv->work.recode;
     *stride = g->geometry->k_pad;
     if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
+    tkvi_finite_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
     return k;
 }
 
@@ -29177,7 +29190,7 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
     if (!tkvi_is_view(&r->v))
-        tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+        tkvi_finite_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
     if (!g->tokens) {
         memcpy(g->low, k, (size_t)stride * sizeof *k);
         memcpy(g->high, k, (size_t)stride * sizeof *k);
@@ -30969,9 +30982,9 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, co
     int h;
     for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
-        tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
+        tkvi_finite_values(&s->k, help, src + s->at, t, 1, row, 0);
         tkvi_put_token(&r->k, help, row, at->slot, dst + r->at);
-        tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
+        tkvi_finite_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
         tkvi_put_token(&r->v, help, row, at->slot, dst + r->at + r->v_at);
     }
     for (; e->n_packed <= at->slot; e->n_packed++) { /* slots between have no token */
@@ -31118,7 +31131,7 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
         int run = 0;
         while (slot + run < TKVI_BLOCK && live_mask >> (slot + run) & 1) run++;
         if (run && !tkvi_is_view(side))
-            tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
+            tkvi_finite_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
         n_rows += run;
         slot += tkvi_max(run, 1);
     }
@@ -33928,13 +33941,16 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
+        const int first =
+            u->call->kv->pool.entry[u->ids[block]].first_slot; /* earlier slots are of other lists */
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
         if (tkvi_has_no_source(u->call->kv, tkvi_block_of(u->call->kv, u->ids[block]))) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
-                    i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
+                    i == 0 ? first : tkvi_max(first, n - 1 - (i == 1 && from == last && n > 2)), 1, key[i],
+                    0);
     }
     for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
@@ -39291,9 +39307,9 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
                           *s = &kv->tables.layout[b->layout].record[h];
         const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;
         uint8_t *dst = tkvi_block_bytes(&kv->pool, b) + s->at;
-        tkvi_values(&r->k, ops, src, from_slot, 1, row, 0);
+        tkvi_finite_values(&r->k, ops, src, from_slot, 1, row, 0);
         tkvi_put_token(&s->k, ops, row, to_slot, dst);
-        tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
+        tkvi_finite_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
         tkvi_put_token(&s->v, ops, row, to_slot, dst + s->v_at);
     }
     tkvi_set_sink_mask(&kv->pool, to,

@@ -38,6 +38,7 @@ static const char usage[] =
     "  --save FILE        saves the prompt, when it was read\n"
     "  --load FILE        loads a saved prompt, and reads only what follows it in the prompt;\n"
     "                     without -p and -f the saved prompt is the prompt\n"
+    "  --attach FILE      as --load, but compressed blocks stay in the file, which is mapped\n"
     "  --metrics FILE     writes the cache's figures and histograms of latency as Prometheus text\n"
     "\n"
     "Tiers from the oldest token to the newest: [sinks][archive ...][warm][hot]. Each line is\n"
@@ -45,6 +46,7 @@ static const char usage[] =
 
 typedef struct settings { /* options of this program only */
     const char *recall, *metrics, *thresholds, *save, *load;
+    int attach;  /* 1: `load` is attached */
     int compare; /* -1: not given */
 } settings;
 
@@ -91,6 +93,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     else if (strcmp(name, "--thresholds") == 0) w->thresholds = value;
     else if (strcmp(name, "--save") == 0) w->save = value;
     else if (strcmp(name, "--load") == 0) w->load = value;
+    else if (strcmp(name, "--attach") == 0) w->load = value, w->attach = 1;
     else if (strcmp(name, "--compare") == 0) ok = read_int(value, 0, PROGRAM_MOST, &w->compare);
     else return UNKNOWN;
     return ok ? WITH_VALUE : BAD_VALUE;
@@ -161,8 +164,9 @@ static void save_prompt(session *s, saved *to, const char *path, double reading)
 }
 
 /* Loads a saved prompt into the empty cache. The caller frees from->numbers. */
-static void load_prompt(session *s, saved *from, const char *path) {
+static void load_prompt(session *s, saved *from, const char *path, int attach) {
     *from = saved_at(path, s->name, 0);
+    from->attach = attach;
     const tkv_status status = load_sequence(s->kv, from);
     if (status != TKV_OK) fail("cannot load %s: %s", path, saved_fault(s->kv, status));
     if (from->n_numbers != from->n_tokens + 2 || !are_tokens(&s->model, from->numbers, from->n_tokens + 1))
@@ -194,6 +198,7 @@ static void print_saved(const char *what, const saved *x, double reading) {
            commas(x->n_tokens), commas((double)x->bytes),
            commas((double)x->bytes / (x->n_tokens > 0 ? x->n_tokens : 1)), x->seconds, reading);
     if (reading > x->seconds) printf(", %s times as long", commas(reading / x->seconds));
+    if (x->n_attached) printf("; %s blocks stay in the file", commas(x->n_attached));
     printf("\n");
 }
 
@@ -471,7 +476,7 @@ int main(int argc, char **argv) {
     memset(&from, 0, sizeof from);
     memset(&to, 0, sizeof to);
     if (w.load || w.save) name_model(&s.model, s.name);
-    if (w.load) load_prompt(&s, &from, w.load);
+    if (w.load) load_prompt(&s, &from, w.load, w.attach);
     if (w.load && !o.prompt && !o.file) take_prompt(&s, &from, most, o.n);
     else s.n_prompt = read_prompt(&s.model, &o, most, o.n, 1, &s.tokens);
     if (w.load) check_prompt(&s, &from);
@@ -537,7 +542,7 @@ int main(int argc, char **argv) {
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,
                1e3 * (text_time - attending - appending) / n_text);
     latency_print(&waits, stdout);
-    if (w.load) print_saved("loaded", &from, reading_before);
+    if (w.load) print_saved(w.attach ? "attached" : "loaded", &from, reading_before);
     if (w.save) print_saved("saved", &to, reading);
     if (w.thresholds) keep_plan(&store, &s, &c);
     tkv_destroy(s.kv);

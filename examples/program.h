@@ -13,6 +13,7 @@
 #define PROGRAM_H
 
 #include "save_file.h" /* before system headers: it defines _XOPEN_SOURCE */
+#include "map_file.h"
 
 #include "latency.h"
 #include "llama.h"
@@ -355,6 +356,8 @@ typedef struct saved {
     double seconds; /* that saving or loading took, by the wall clock */
     void *scratch;  /* NULL, or memory for a cache in place, which has none to spare */
     size_t scratch_bytes;
+    int attach;     /* 1: blocks stay in the file, which is mapped until the cache does not need it */
+    int n_attached; /* blocks that do */
 } saved;
 
 enum { MODEL_NAME = 17 };
@@ -392,7 +395,7 @@ static inline tkv_status save_sequence(tkv_cache *kv, saved *s) {
     return status;
 }
 
-/* Loads a sequence. s->numbers is allocated; the caller frees it. After TKV_ERR_IO errno says why. */
+/* Loads a sequence, or attaches it. s->numbers is allocated; the caller frees it. After TKV_ERR_IO errno says why. */
 static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
     const double start = latency_now();
     tkv_load_info info;
@@ -400,9 +403,12 @@ static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
     memset(&info, 0, sizeof info);
     memset(&p, 0, sizeof p);
     errno = 0;
-    void *bytes = llama_read_file(s->path, &s->bytes);
+    map_file *mapped = s->attach ? map_file_open(s->path) : NULL;
+    void *copy = s->attach ? NULL : llama_read_file(s->path, &s->bytes);
+    const void *bytes = mapped ? mapped->bytes : copy;
     if (!bytes && errno == 0) errno = EIO;
     if (!bytes) return TKV_ERR_IO;
+    if (mapped) s->bytes = mapped->size;
     s->numbers = (int *)allocate(s->bytes / 4 + 1, sizeof *s->numbers); /* the file has at most so many */
     p.seq = s->seq;
     p.model = s->model;
@@ -411,10 +417,15 @@ static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
     p.token_capacity = s->bytes / 4 < PROGRAM_MOST ? (int)(s->bytes / 4) : PROGRAM_MOST;
     p.scratch = s->scratch;
     p.scratch_bytes = s->scratch_bytes;
+    p.attach = s->attach;
+    p.release = mapped ? map_file_release : NULL;
+    p.release_user = mapped;
     const tkv_status status = tkv_seq_load(kv, &p, bytes, s->bytes, &info);
     s->n_tokens = info.n_tokens;
     s->n_numbers = info.n_saved_tokens;
-    free(bytes);
+    s->n_attached = info.n_attached;
+    free(copy);
+    if (status) map_file_close(mapped);
     s->seconds = latency_now() - start;
     return status;
 }

@@ -255,7 +255,7 @@ class Generate(Example, unittest.TestCase):
 
     def saved_line(self, what, out):
         row = (r"^  %s +([\d,]+) tokens, ([\d,]+) bytes, ([\d,]+) a token, in ([\d.]+) s; reading them took ([\d.]+) s"
-               r"(?:, ([\d,]+) times as long)?$" % what)
+               r"(?:, ([\d,]+) times as long)?(?:; [\d,]+ blocks stay in the file)?$" % what)
         found = re.search(row, out, re.M)
         self.assertTrue(found, out)
         return [float((x or "0").replace(",", "")) for x in found.groups()]
@@ -277,6 +277,11 @@ class Generate(Example, unittest.TestCase):
             self.assertGreater(times, 1)
             self.assertRegex(out, r"speed +prompt 1 tokens at ")
             self.assertNotIn("KL divergence", out)
+        text, out, _ = self.generate("--attach", "p.tkv")
+        self.assertEqual(text, plain)
+        self.assertEqual(self.saved_line("attached", out)[0], tokens)
+        self.assertRegex(out, r"; [1-9][\d,]* blocks stay in the file")
+        self.assertEqual(len(self.read("p.tkv")), size)
 
     def test_only_the_rest_is_read(self):
         with open(PROMPT, "rb") as f:

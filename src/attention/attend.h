@@ -507,13 +507,16 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
+        const int first =
+            u->call->kv->pool.entry[u->ids[block]].first_slot; /* earlier slots are of other lists */
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
         if (tkvi_has_no_source(u->call->kv, tkvi_block_of(u->call->kv, u->ids[block]))) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
-                    i == 0 ? 0 : n - 1 - (i == 1 && from == last && n > 2), 1, key[i], 0);
+                    i == 0 ? first : tkvi_max(first, n - 1 - (i == 1 && from == last && n > 2)), 1, key[i],
+                    0);
     }
     for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;

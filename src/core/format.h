@@ -335,4 +335,17 @@ static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint
     s->format->side[s->which].decode(s, ops, src, first, n, x, stride);
 }
 
+/* Rows that are to be coded, or learned from. Numbers of bytes that came from outside may not be finite; here they are:
+ * encoders make integers of them. */
+static void tkvi_finite_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
+                               int n, float *x, size_t stride) {
+    int t, c;
+    tkvi_values(s, ops, src, first, n, x, stride);
+    for (t = 0; t < n; t++) {
+        float *row = x + (size_t)t * stride;
+        if (tkvi_is_all_finite(row, s->dim)) continue;
+        for (c = 0; c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
+    }
+}
+
 #endif /* TKVI_CORE_FORMAT_H */

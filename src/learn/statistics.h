@@ -50,7 +50,7 @@ static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const
     float *k = g->kv->work.recode;
     *stride = g->geometry->k_pad;
     if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
-    tkvi_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
+    tkvi_finite_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
     return k;
 }
 
@@ -76,7 +76,7 @@ static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *byt
     float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
     if (!tkvi_is_view(&r->v))
-        tkvi_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+        tkvi_finite_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
     if (!g->tokens) {
         memcpy(g->low, k, (size_t)stride * sizeof *k);
         memcpy(g->high, k, (size_t)stride * sizeof *k);

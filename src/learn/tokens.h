@@ -26,8 +26,8 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
     float *x = w->from->kv->work.recode, y[TKV_MAX_HEAD_DIM];
-    if (w->side == TKV_K) tkvi_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
-    else tkvi_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
+    if (w->side == TKV_K) tkvi_finite_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
+    else tkvi_finite_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
         tkvi_take_token(w->side == TKV_K ? w->from->rope : NULL, x + t * dim, dim, (int64_t)start + t, y);
         w->visit(w->ctx, y, NULL);

@@ -71,7 +71,7 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
         int run = 0;
         while (slot + run < TKVI_BLOCK && live_mask >> (slot + run) & 1) run++;
         if (run && !tkvi_is_view(side))
-            tkvi_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
+            tkvi_finite_values(side, simd_ops, bytes, slot, run, out + (size_t)n_rows * stride, stride);
         n_rows += run;
         slot += tkvi_max(run, 1);
     }

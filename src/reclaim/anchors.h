@@ -100,9 +100,9 @@ static void tkvi_add_anchor(tkv_cache *kv, const uint32_t *ids, int i, int t, co
     int h;
     for (h = 0; h < a->n_kv_heads; h++) {
         const tkvi_record *r = &a->record[h], *s = &b->record[h];
-        tkvi_values(&s->k, help, src + s->at, t, 1, row, 0);
+        tkvi_finite_values(&s->k, help, src + s->at, t, 1, row, 0);
         tkvi_put_token(&r->k, help, row, at->slot, dst + r->at);
-        tkvi_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
+        tkvi_finite_values(&s->v, help, src + s->at + s->v_at, t, 1, row, 0);
         tkvi_put_token(&r->v, help, row, at->slot, dst + r->at + r->v_at);
     }
     for (; e->n_packed <= at->slot; e->n_packed++) { /* slots between have no token */

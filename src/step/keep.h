@@ -31,9 +31,9 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
                           *s = &kv->tables.layout[b->layout].record[h];
         const uint8_t *src = tkvi_block_bytes(&kv->pool, a) + r->at;
         uint8_t *dst = tkvi_block_bytes(&kv->pool, b) + s->at;
-        tkvi_values(&r->k, ops, src, from_slot, 1, row, 0);
+        tkvi_finite_values(&r->k, ops, src, from_slot, 1, row, 0);
         tkvi_put_token(&s->k, ops, row, to_slot, dst);
-        tkvi_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
+        tkvi_finite_values(&r->v, ops, src + r->v_at, from_slot, 1, row, 0);
         tkvi_put_token(&s->v, ops, row, to_slot, dst + s->v_at);
     }
     tkvi_set_sink_mask(&kv->pool, to,
