@@ -437,12 +437,15 @@ static tkvi_sums tkvi_sums_in(float *memory, int v_pad) {
     return s;
 }
 
-/* Layout of the work tile's KV head in block i. *bytes: its record in RAM, or NULL if the block is offloaded. */
+/* Layout of the work tile's KV head in block i. *bytes: its record in RAM, or in attached bytes that were verified.
+ * NULL: it must be fetched. */
 static const tkvi_record *tkvi_record_of(const tkvi_work_tile *u, int i, const uint8_t **bytes) {
     const tkvi_pool *pool = &u->call->kv->pool;
     const tkvi_block *b = tkvi_block_of(u->call->kv, u->ids[i]);
     const tkvi_record *r = &u->call->kv->tables.layout[b->layout].record[u->head];
-    *bytes = tkvi_is_offloaded(b) ? NULL : tkvi_block_bytes(pool, b) + r->at;
+    *bytes = tkvi_is_offloaded(b) ? tkvi_find_verified(pool, pool->entry[u->ids[i]].block)
+                                  : tkvi_block_bytes(pool, b);
+    if (*bytes) *bytes += r->at;
     return r;
 }
 

@@ -207,6 +207,20 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     return 1;
 }
 
+/* The record of a block in attached bytes that a reader has verified. NULL: it lies elsewhere, or was not verified. */
+static const uint8_t *tkvi_find_verified(const tkvi_pool *pool, uint32_t number) {
+#if defined(__GNUC__) || defined(__clang__)
+    if (tkvi_is_attached(pool, number, TKVI_ITSELF)) {
+        const tkvi_source_place *source = &pool->source[number];
+        if (__atomic_load_n(&source->is_verified, __ATOMIC_RELAXED))
+            return pool->attached[source->file - 1].bytes + (size_t)source->unit * 64;
+    }
+#endif
+    (void)pool;
+    (void)number;
+    return NULL;
+}
+
 /* Finds the record of a block, or of its exact copy, in attached bytes. The first reader compares its checksum, which
  * follows it. Compilers without __atomic builtins compare it each time. Returns NULL if it is damaged. */
 static const uint8_t *tkvi_read_attached(const tkvi_pool *pool, uint32_t number, const tkvi_layout *c) {
