@@ -10,6 +10,7 @@
 
 #include "persist/saved.h"
 #include "step/promote.h"
+#include "step/sequence.h"
 
 typedef enum tkvi_emit_mode { TKVI_COUNTS, TKVI_HASHES, TKVI_WRITES } tkvi_emit_mode;
 
