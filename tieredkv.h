@@ -380,7 +380,7 @@
  *   A journal is a file that grows with its conversation. Give its bytes as `former`: only what changed since its last
  *   save is written, to come behind it. info.at says where. 0 means that the bytes are a new file: there was none, or
  *   more than half of it is out of use. A crash in between leaves the last whole save, which a load with `recover`
- *   finds, and which the next save goes on from.
+ *   finds. Then give only the bytes up to tkv_load_info.end as `former` of the next save.
  *
  *   Attached files. A load with `attach` leaves archived blocks where they are, in a mapped file say, and reads them
  *   there. It copies only the index and the blocks that are still to be compressed. A block is verified when it is read
@@ -2352,7 +2352,8 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * The same bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is
  * coded with the tables of this cache: the same bits with frozen tables. A layer that has no table yet learns from
  * loaded tokens too. A checksum finds accidents. It does not stop an attacker: authenticate files that others could
- * write. Slots of a block that the sequence has no token in are saved as zeros, in exact formats.
+ * write. Slots of an exact block before or behind the tokens of the sequence are saved as zeros. Removed and evicted
+ * tokens between them stay in the file until their block is coded again without them.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -2395,8 +2396,9 @@ typedef struct tkv_load_params { /* fill with zeros first */
     /* 1: archived blocks stay in `bytes`, which begin at a multiple of 64 and live until `release`, and are read there.
      * Each is verified when it is read first. Of exact blocks the file then has the copies for tkv_promote. */
     int attach;
-    void (*release)(void *user, const void *bytes,
-                    size_t size); /* (may be NULL) no block needs them any more */
+    /* (may be NULL) is called once after each load without an error, when no block of it needs the bytes any more: in
+     * that load, in a later call, or in tkv_destroy. It must not call the cache. */
+    void (*release)(void *user, const void *bytes, size_t size);
     void *release_user;
     void *scratch; /* as in tkv_save_params */
     size_t scratch_bytes;
@@ -2418,7 +2420,7 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_CAPACITY     size is too small
  *   TKV_ERR_NO_SOURCE    a block is discarded (tkv_seq_recompute)
  *   TKV_ERR_STATE        a step is open in the sequence
- *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
+ *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or it or attached bytes gave a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
  *   TKV_ERR_DATA         `former` has no whole save
@@ -26872,6 +26874,7 @@ typedef struct tkvi_budget_state {
     size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
     int length_level;        /* level by the length of the longest sequence (tkv_level.from_tokens) */
     int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+    int has_loaded; /* 1: a sequence was loaded; its blocks may have the ages and formats of another plan */
 } tkvi_budget_state;
 
 /* Counts of tkv_budget_info and of the reports, in blocks. `refused` counts calls, the last two count tokens. */
@@ -32211,6 +32214,8 @@ static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request
                                       tkvi_row_need row_need) {
     size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, n_entries, tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
+    if (TKVI_HAS_ATTACH && kv->pool.source)
+        bytes += tkvi_growth_bytes(kv->pool.source_cap, n_entries, sizeof *kv->pool.source);
     for (i = 0; i < request->n_rows; i++) {
         const int n = tkvi_n_list_entries(kv, request, i, row_need);
         bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n, sizeof(uint32_t)) *
@@ -36147,6 +36152,24 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
+/* Shrinks the table of sources to the blocks. Without attached files there is none. */
+static void tkvi_shrink_sources(tkvi_pool *pool) {
+    uint32_t i, n_files = 0;
+    void *smaller = NULL;
+    for (i = 0; i < pool->n_attached; i++) n_files += pool->attached[i].bytes != NULL;
+    if (!tkvi_get_smaller(pool->heap, n_files ? pool->block_cap : 0, pool->source_cap, sizeof *pool->source,
+                          &smaller))
+        return;
+    if (smaller) memcpy(smaller, pool->source, pool->block_cap * sizeof *pool->source);
+    tkvi_put(pool->heap, pool->source, pool->source_cap * sizeof *pool->source);
+    pool->source = (tkvi_source_place *)smaller;
+    pool->source_cap = smaller ? pool->block_cap : 0;
+    if (n_files) return;
+    tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *pool->attached);
+    pool->attached = NULL;
+    pool->n_attached = 0;
+}
+
 /* Shrinks the list of a sequence's states. */
 static void tkvi_shrink_states(tkv_cache *kv, int seq) {
     tkvi_state_list *list = &kv->states.list[seq];
@@ -36178,6 +36201,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_lists(kv, seq);
     tkvi_shrink_choice(kv);
     tkvi_shrink_blocks(kv);
+    if (TKVI_HAS_ATTACH) tkvi_shrink_sources(&kv->pool);
     tkvi_shrink_states(kv, seq);
     tkvi_shrink_pages(&kv->pool);
     if (!kv->pool.n_entries) tkvi_free_turns(&kv->turns, &kv->heap);
@@ -40613,7 +40637,7 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
         one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
-              !kv->tables.cfg.recompute.compute && !kv->pool.source;
+              !kv->tables.cfg.recompute.compute && !kv->budget.has_loaded;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key &&
@@ -40695,7 +40719,7 @@ static tkv_status tkvi_check_entry(const tkvi_checker *k, int seq, int layer, in
     if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
         return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
     if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-        !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
+        !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed && !kv->budget.has_loaded &&
         !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
         return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     return TKV_OK;
@@ -43678,8 +43702,11 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_li
     }
     if (n != out->n) return "entries are miscounted in layer";
     for (i = 0, n = 0; i < out->n_block_runs; i++) {
-        at = tkvi_saved_repeat(tkvi_saved_blocks(out, i));
+        const uint8_t *run = tkvi_saved_blocks(out, i);
+        at = tkvi_saved_repeat(run);
         if (at < 1 || (n += at) > out->n_blocks) return "blocks are miscounted in layer";
+        if ((int64_t)tkvi_saved_int(run + 8) + (int64_t)at * run[5] > TKVI_FOREVER)
+            return "a block has a position that it cannot have, layer";
     }
     return n == out->n_blocks && n <= out->n ? NULL : "blocks are miscounted in layer";
 }
@@ -43938,7 +43965,7 @@ static const uint8_t *tkvi_get_record(tkvi_saver *s, int layer, int i) {
     if (!tkvi_is_offloaded(b)) return tkvi_clear_other_slots(s, c, tkvi_block_bytes(&kv->pool, b), i);
     if (tkvi_is_attached(&kv->pool, number, TKVI_ITSELF)) {
         const uint8_t *record = tkvi_read_attached(&kv->pool, number, c);
-        if (record) return record;
+        if (record) return tkvi_clear_other_slots(s, c, record, i);
         s->st = tkvi_fail(s->kv, TKV_ERR_DATA, "attached bytes are damaged in a block of layer", layer, "");
         return NULL;
     }
@@ -44598,12 +44625,12 @@ static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int laye
     return tkvi_find_section(&l->file, kind, layer, NULL);
 }
 
-/* Opens the last save, and checks all sections. */
+/* Opens the last save, and checks all sections. info.end is 0 if there is none. */
 static tkv_status tkvi_check_frame(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    const char *fault = tkvi_open_save(&l->file, bytes, size);
-    if (fault && l->p->recover) fault = tkvi_open_last_save(&l->file, bytes, size);
+    const char *fault =
+        l->p->recover ? tkvi_open_last_save(&l->file, bytes, size) : tkvi_open_save(&l->file, bytes, size);
+    l->info.end = fault ? 0 : l->file.end;
     if (!fault) fault = tkvi_find_section_fault(&l->file);
-    l->info.end = l->file.end;
     return fault ? tkvi_refuse_file(l, fault) : TKV_OK;
 }
 
@@ -44776,8 +44803,7 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8
     const uint64_t at = tkvi_load64(run + 16);
     int layout;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
-        (int64_t)tkvi_saved_int(run + 8) + repeat * run[5] > TKVI_FOREVER)
+        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
     layout = tkvi_layout_of_saved(l->kv, layer, run);
     if (layout < 0)
@@ -45316,7 +45342,8 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 }
 
 /* >>the whole */
-static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+/* Verifies the last save. */
+static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t size) {
     tkv_status st = tkvi_check_frame(l, bytes, size);
     int layer;
     if (!st) st = tkvi_check_model(l);
@@ -45329,7 +45356,29 @@ static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t 
     return st ? st : tkvi_check_saved_states(l);
 }
 
-/* Checks what was placed by the rules of tkv_check: of a run of entries the first and the last one. */
+/* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
+ * in a file, and parts before it not. */
+static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+    tkv_status st = tkvi_verify_save(l, bytes, size);
+    while (st == TKV_ERR_DATA && l->p->recover && l->info.end)
+        st = tkvi_verify_save(l, bytes, l->info.end - 64);
+    return st;
+}
+
+/* Number of entries from i on that differ only in their starts: of one run, with blocks of one run, the next one of the
+ * cursor. The cursor goes to the last of these blocks. */
+static int tkvi_n_placed_alike(tkvi_saved_list *list, tkvi_block_cursor *c, int i) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    int n = tkvi_saved_int(at) + tkvi_saved_int(at + 12) - i, first;
+    (void)tkvi_read_entry(list, i, &first);
+    if (first != i) return 1;
+    tkvi_next_saved_block(list, c);
+    n = list->meta ? 1 : tkvi_min(n, tkvi_saved_repeat(c->run) - c->within);
+    c->within += n - 1;
+    return n;
+}
+
+/* Checks what was placed by the rules of tkv_check: of entries that are alike, the first and the last one. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
@@ -45339,12 +45388,13 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
     k.reason = reason;
     k.size = sizeof reason;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        tkvi_block_cursor c = {NULL, 0, 0};
         tkvi_saved_list list;
         if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
         st = tkvi_check_ids(&k, l->p->seq, layer);
         if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
         for (i = 0; i < list.n && !st;) {
-            const int n = tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12);
+            const int n = tkvi_n_placed_alike(&list, &c, i);
             st = tkvi_check_entry(&k, l->p->seq, layer, i);
             if (!st && n > 1) st = tkvi_check_entry(&k, l->p->seq, layer, i + n - 1);
             i += n;
@@ -45355,7 +45405,7 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
-    const int hot_tokens_changed = kv->budget.hot_tokens_changed, seq = l->p->seq;
+    const int had_loaded = kv->budget.has_loaded, seq = l->p->seq;
     tkv_status st = TKV_OK;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
@@ -45366,11 +45416,11 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
         for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
             kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
     }
-    kv->budget.hot_tokens_changed = 1; /* the file may be of a plan with longer tiers */
+    kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);
     if (!st) st = tkvi_place_states(l);
     if (!st) return TKV_OK;
-    kv->budget.hot_tokens_changed = hot_tokens_changed;
+    kv->budget.has_loaded = had_loaded;
     tkvi_clear_seq(kv, seq);
     return st;
 }
@@ -45481,13 +45531,13 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     st = tkvi_provide_file(&l);
     if (!st) st = tkvi_place_file(&l);
     if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
-    tkvi_release_attached(&l, st);
+    for (i = 0; i < l.n_tokens && p->tokens && !st; i++) p->tokens[i] = tkvi_saved_token(&l, i);
+    tkvi_release_attached(&l, st); /* the caller may free the bytes now */
+    tkvi_release_unused(kv, p->seq);
     tkvi_shrink_index(kv, p->seq);
-    tkvi_trim(&kv->pool);
     if (st) return st;
     tkvi_remember_turns(kv, p->seq);
     tkvi_count_loaded_tokens(kv, p->seq);
-    for (i = 0; i < l.n_tokens && p->tokens; i++) p->tokens[i] = tkvi_saved_token(&l, i);
     l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;
     return tkvi_ok(kv);

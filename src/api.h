@@ -1027,7 +1027,8 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * The same bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is
  * coded with the tables of this cache: the same bits with frozen tables. A layer that has no table yet learns from
  * loaded tokens too. A checksum finds accidents. It does not stop an attacker: authenticate files that others could
- * write. Slots of a block that the sequence has no token in are saved as zeros, in exact formats.
+ * write. Slots of an exact block before or behind the tokens of the sequence are saved as zeros. Removed and evicted
+ * tokens between them stay in the file until their block is coded again without them.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -1070,8 +1071,9 @@ typedef struct tkv_load_params { /* fill with zeros first */
     /* 1: archived blocks stay in `bytes`, which begin at a multiple of 64 and live until `release`, and are read there.
      * Each is verified when it is read first. Of exact blocks the file then has the copies for tkv_promote. */
     int attach;
-    void (*release)(void *user, const void *bytes,
-                    size_t size); /* (may be NULL) no block needs them any more */
+    /* (may be NULL) is called once after each load without an error, when no block of it needs the bytes any more: in
+     * that load, in a later call, or in tkv_destroy. It must not call the cache. */
+    void (*release)(void *user, const void *bytes, size_t size);
     void *release_user;
     void *scratch; /* as in tkv_save_params */
     size_t scratch_bytes;
@@ -1093,7 +1095,7 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_CAPACITY     size is too small
  *   TKV_ERR_NO_SOURCE    a block is discarded (tkv_seq_recompute)
  *   TKV_ERR_STATE        a step is open in the sequence
- *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or a damaged one
+ *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or it or attached bytes gave a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
  *   TKV_ERR_DATA         `former` has no whole save

@@ -378,7 +378,7 @@
  *   A journal is a file that grows with its conversation. Give its bytes as `former`: only what changed since its last
  *   save is written, to come behind it. info.at says where. 0 means that the bytes are a new file: there was none, or
  *   more than half of it is out of use. A crash in between leaves the last whole save, which a load with `recover`
- *   finds, and which the next save goes on from.
+ *   finds. Then give only the bytes up to tkv_load_info.end as `former` of the next save.
  *
  *   Attached files. A load with `attach` leaves archived blocks where they are, in a mapped file say, and reads them
  *   there. It copies only the index and the blocks that are still to be compressed. A block is verified when it is read

@@ -201,6 +201,7 @@ typedef struct tkvi_budget_state {
     size_t relax_at;         /* a less compressed level is considered only while fewer bytes are in use */
     int length_level;        /* level by the length of the longest sequence (tkv_level.from_tokens) */
     int hot_tokens_changed; /* 1: tkv_set_hot_tokens was called; blocks may be older than their tier allows */
+    int has_loaded; /* 1: a sequence was loaded; its blocks may have the ages and formats of another plan */
 } tkvi_budget_state;
 
 /* Counts of tkv_budget_info and of the reports, in blocks. `refused` counts calls, the last two count tokens. */

@@ -39,12 +39,12 @@ static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int laye
     return tkvi_find_section(&l->file, kind, layer, NULL);
 }
 
-/* Opens the last save, and checks all sections. */
+/* Opens the last save, and checks all sections. info.end is 0 if there is none. */
 static tkv_status tkvi_check_frame(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    const char *fault = tkvi_open_save(&l->file, bytes, size);
-    if (fault && l->p->recover) fault = tkvi_open_last_save(&l->file, bytes, size);
+    const char *fault =
+        l->p->recover ? tkvi_open_last_save(&l->file, bytes, size) : tkvi_open_save(&l->file, bytes, size);
+    l->info.end = fault ? 0 : l->file.end;
     if (!fault) fault = tkvi_find_section_fault(&l->file);
-    l->info.end = l->file.end;
     return fault ? tkvi_refuse_file(l, fault) : TKV_OK;
 }
 
@@ -217,8 +217,7 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8
     const uint64_t at = tkvi_load64(run + 16);
     int layout;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
-        (int64_t)tkvi_saved_int(run + 8) + repeat * run[5] > TKVI_FOREVER)
+        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
     layout = tkvi_layout_of_saved(l->kv, layer, run);
     if (layout < 0)
@@ -757,7 +756,8 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 }
 
 /* >>the whole */
-static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+/* Verifies the last save. */
+static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t size) {
     tkv_status st = tkvi_check_frame(l, bytes, size);
     int layer;
     if (!st) st = tkvi_check_model(l);
@@ -770,7 +770,29 @@ static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t 
     return st ? st : tkvi_check_saved_states(l);
 }
 
-/* Checks what was placed by the rules of tkv_check: of a run of entries the first and the last one. */
+/* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
+ * in a file, and parts before it not. */
+static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
+    tkv_status st = tkvi_verify_save(l, bytes, size);
+    while (st == TKV_ERR_DATA && l->p->recover && l->info.end)
+        st = tkvi_verify_save(l, bytes, l->info.end - 64);
+    return st;
+}
+
+/* Number of entries from i on that differ only in their starts: of one run, with blocks of one run, the next one of the
+ * cursor. The cursor goes to the last of these blocks. */
+static int tkvi_n_placed_alike(tkvi_saved_list *list, tkvi_block_cursor *c, int i) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
+    int n = tkvi_saved_int(at) + tkvi_saved_int(at + 12) - i, first;
+    (void)tkvi_read_entry(list, i, &first);
+    if (first != i) return 1;
+    tkvi_next_saved_block(list, c);
+    n = list->meta ? 1 : tkvi_min(n, tkvi_saved_repeat(c->run) - c->within);
+    c->within += n - 1;
+    return n;
+}
+
+/* Checks what was placed by the rules of tkv_check: of entries that are alike, the first and the last one. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
@@ -780,12 +802,13 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
     k.reason = reason;
     k.size = sizeof reason;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        tkvi_block_cursor c = {NULL, 0, 0};
         tkvi_saved_list list;
         if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
         st = tkvi_check_ids(&k, l->p->seq, layer);
         if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
         for (i = 0; i < list.n && !st;) {
-            const int n = tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12);
+            const int n = tkvi_n_placed_alike(&list, &c, i);
             st = tkvi_check_entry(&k, l->p->seq, layer, i);
             if (!st && n > 1) st = tkvi_check_entry(&k, l->p->seq, layer, i + n - 1);
             i += n;
@@ -796,7 +819,7 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
-    const int hot_tokens_changed = kv->budget.hot_tokens_changed, seq = l->p->seq;
+    const int had_loaded = kv->budget.has_loaded, seq = l->p->seq;
     tkv_status st = TKV_OK;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
@@ -807,11 +830,11 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
         for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
             kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
     }
-    kv->budget.hot_tokens_changed = 1; /* the file may be of a plan with longer tiers */
+    kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);
     if (!st) st = tkvi_place_states(l);
     if (!st) return TKV_OK;
-    kv->budget.hot_tokens_changed = hot_tokens_changed;
+    kv->budget.has_loaded = had_loaded;
     tkvi_clear_seq(kv, seq);
     return st;
 }
@@ -922,13 +945,13 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     st = tkvi_provide_file(&l);
     if (!st) st = tkvi_place_file(&l);
     if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
-    tkvi_release_attached(&l, st);
+    for (i = 0; i < l.n_tokens && p->tokens && !st; i++) p->tokens[i] = tkvi_saved_token(&l, i);
+    tkvi_release_attached(&l, st); /* the caller may free the bytes now */
+    tkvi_release_unused(kv, p->seq);
     tkvi_shrink_index(kv, p->seq);
-    tkvi_trim(&kv->pool);
     if (st) return st;
     tkvi_remember_turns(kv, p->seq);
     tkvi_count_loaded_tokens(kv, p->seq);
-    for (i = 0; i < l.n_tokens && p->tokens; i++) p->tokens[i] = tkvi_saved_token(&l, i);
     l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;
     return tkvi_ok(kv);

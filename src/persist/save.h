@@ -142,7 +142,7 @@ static const uint8_t *tkvi_get_record(tkvi_saver *s, int layer, int i) {
     if (!tkvi_is_offloaded(b)) return tkvi_clear_other_slots(s, c, tkvi_block_bytes(&kv->pool, b), i);
     if (tkvi_is_attached(&kv->pool, number, TKVI_ITSELF)) {
         const uint8_t *record = tkvi_read_attached(&kv->pool, number, c);
-        if (record) return record;
+        if (record) return tkvi_clear_other_slots(s, c, record, i);
         s->st = tkvi_fail(s->kv, TKV_ERR_DATA, "attached bytes are damaged in a block of layer", layer, "");
         return NULL;
     }

@@ -285,8 +285,11 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_li
     }
     if (n != out->n) return "entries are miscounted in layer";
     for (i = 0, n = 0; i < out->n_block_runs; i++) {
-        at = tkvi_saved_repeat(tkvi_saved_blocks(out, i));
+        const uint8_t *run = tkvi_saved_blocks(out, i);
+        at = tkvi_saved_repeat(run);
         if (at < 1 || (n += at) > out->n_blocks) return "blocks are miscounted in layer";
+        if ((int64_t)tkvi_saved_int(run + 8) + (int64_t)at * run[5] > TKVI_FOREVER)
+            return "a block has a position that it cannot have, layer";
     }
     return n == out->n_blocks && n <= out->n ? NULL : "blocks are miscounted in layer";
 }

@@ -182,6 +182,8 @@ static size_t tkvi_index_growth_bytes(tkv_cache *kv, const tkvi_request *request
                                       tkvi_row_need row_need) {
     size_t bytes = tkvi_growth_bytes(kv->pool.block_cap, n_entries, tkvi_block_entry_bytes(&kv->tables.cfg));
     int i, most = 0;
+    if (TKVI_HAS_ATTACH && kv->pool.source)
+        bytes += tkvi_growth_bytes(kv->pool.source_cap, n_entries, sizeof *kv->pool.source);
     for (i = 0; i < request->n_rows; i++) {
         const int n = tkvi_n_list_entries(kv, request, i, row_need);
         bytes += tkvi_growth_bytes(kv->seq[request->rows[i].seq].cap, n, sizeof(uint32_t)) *

@@ -681,7 +681,7 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
         one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
-              !kv->tables.cfg.recompute.compute && !kv->pool.source;
+              !kv->tables.cfg.recompute.compute && !kv->budget.has_loaded;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key &&
@@ -763,7 +763,7 @@ static tkv_status tkvi_check_entry(const tkvi_checker *k, int seq, int layer, in
     if (b->copy_layout && b->copy_layout > kv->tables.n_layouts)
         return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
     if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
-        !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed &&
+        !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed && !kv->budget.has_loaded &&
         !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
         return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     return TKV_OK;

@@ -125,6 +125,24 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
+/* Shrinks the table of sources to the blocks. Without attached files there is none. */
+static void tkvi_shrink_sources(tkvi_pool *pool) {
+    uint32_t i, n_files = 0;
+    void *smaller = NULL;
+    for (i = 0; i < pool->n_attached; i++) n_files += pool->attached[i].bytes != NULL;
+    if (!tkvi_get_smaller(pool->heap, n_files ? pool->block_cap : 0, pool->source_cap, sizeof *pool->source,
+                          &smaller))
+        return;
+    if (smaller) memcpy(smaller, pool->source, pool->block_cap * sizeof *pool->source);
+    tkvi_put(pool->heap, pool->source, pool->source_cap * sizeof *pool->source);
+    pool->source = (tkvi_source_place *)smaller;
+    pool->source_cap = smaller ? pool->block_cap : 0;
+    if (n_files) return;
+    tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *pool->attached);
+    pool->attached = NULL;
+    pool->n_attached = 0;
+}
+
 /* Shrinks the list of a sequence's states. */
 static void tkvi_shrink_states(tkv_cache *kv, int seq) {
     tkvi_state_list *list = &kv->states.list[seq];
@@ -156,6 +174,7 @@ static void tkvi_shrink_index(tkv_cache *kv, int seq) {
     tkvi_shrink_lists(kv, seq);
     tkvi_shrink_choice(kv);
     tkvi_shrink_blocks(kv);
+    if (TKVI_HAS_ATTACH) tkvi_shrink_sources(&kv->pool);
     tkvi_shrink_states(kv, seq);
     tkvi_shrink_pages(&kv->pool);
     if (!kv->pool.n_entries) tkvi_free_turns(&kv->turns, &kv->heap);
