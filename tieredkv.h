@@ -6329,7 +6329,7 @@ static void tkvi_finite_values(const tkvi_side *s, const tkvi_simd_ops *ops, con
                                int n, float *x, size_t stride) {
     int t, c;
     tkvi_values(s, ops, src, first, n, x, stride);
-    for (t = 0; t < n; t++) {
+    for (t = 0; t < n && (TKVI_HAS_OFFLOAD || TKVI_HAS_SAVE); t++) {
         float *row = x + (size_t)t * stride;
         if (tkvi_is_all_finite(row, s->dim)) continue;
         for (c = 0; c < s->dim; c++) row[c] = tkvi_saturate(row[c]);
