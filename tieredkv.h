@@ -36947,7 +36947,10 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
+        if (tkvi_must_copy_tail(kv, list, ids)) {
+            tkvi_copy_shared(kv, id);
+            tkvi_search_again(list, list->n - 1); /* it may have been offloaded */
+        }
         return !TKVI_HAS_MOVES ||
                        (kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned)
                    ? id
@@ -44769,14 +44772,20 @@ static const char *tkvi_find_run_fault(const tkvi_loader *l, tkvi_saved_list *li
     return fault;
 }
 
+/* 1 if blocks of a tier age no further, at any level: reclaim may change the level while the file is placed. */
+static int tkvi_is_last_tier(const tkv_cache *kv, int layer, int tier) {
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    int i, is_last = 1;
+    for (i = 0; i < kv->tables.n_levels && tier != TKV_TIER_ARCHIVE; i++)
+        is_last &= (tier == TKV_TIER_HOT ? specs[i].hot : specs[i].warm) == TKVI_FOREVER;
+    return is_last;
+}
+
 /* 1 if a saved block stays in the file. i: the first entry with it. Blocks that age further must be in RAM, and so
  * must sinks and the two newest blocks. */
 static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_list *list, int i) {
-    const tkvi_tier_spec *now = &l->kv->tables.plan[layer].now;
-    const int tier = tkvi_saved_tier(list, i);
     return TKVI_HAS_ATTACH && l->p->attach && i >= list->sinks && i + 2 < list->n &&
-           (tier == TKV_TIER_ARCHIVE || (tier == TKV_TIER_WARM && now->warm == TKVI_FOREVER) ||
-            (tier == TKV_TIER_HOT && now->hot == TKVI_FOREVER));
+           tkvi_is_last_tier(l->kv, layer, tkvi_saved_tier(list, i));
 }
 
 /* Number of entries from i on, in its run, whose own blocks stay in the file. 0: the first one does not. */

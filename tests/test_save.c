@@ -860,6 +860,83 @@ TEST(attached_files_have_exact_copies) {
     tkv_destroy(b);
 }
 
+/* The tail of a list whose other blocks are all outside RAM comes into RAM by an append, and can be offloaded later. */
+TEST(attached_tails_come_into_ram) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    unsigned char *at = aligned_in(file);
+    const tkv_load_params attach = attach_params(0);
+    test_store store;
+    int n = 0;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    tkv_cache *a = create_cache(&cfg);
+    memset(&store, 0, sizeof store);
+    attach_test_store(&store, &cfg);
+    tkv_cache *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, at);
+    CHECK_EQ(tkv_seq_load(b, &attach, at, bytes, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(b, 0, 400), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(b, 0, 1, 390), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(a, 0, 400), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 9, &n), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 1, TKV_ALL_LAYERS, 9, &n), TKV_OK);
+    CHECK_EQ(n, 0); /* all are outside RAM */
+    for (int seq = 0; seq < 2; seq++) CHECK_EQ(append_to_all_layers(b, seq, 1, 10, 10), TKV_OK);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 10, 10), TKV_OK);
+    check_cache_at(b, "attached tail", 0);
+    check_same_tokens(a, b, 0, "attached tail");
+    CHECK_EQ(append_to_all_layers(b, 0, 1, 300, 50), TKV_OK);
+    CHECK_EQ(tkv_offload(b, 0, TKV_ALL_LAYERS, 1, &n), TKV_OK);
+    CHECK_EQ(n, LAYERS);
+    check_cache_at(b, "attached tail, offloaded", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+    destroy_test_store(&store);
+}
+
+/* A load under a budget may change the level, and another level may have another last tier. What stays in the file was
+ * decided before: no other block was verified. */
+TEST(levels_change_during_a_load) {
+    static const tkv_level ladder[2] = {
+        {64, TKV_UNLIMITED, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+        {64, 64, {TKV_KIVI2, TKV_KIVI2}, {TKV_KIVI2, TKV_KIVI2}, 0}};
+    static unsigned char scratch[1 << 16];
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    unsigned char *at = aligned_in(file);
+    int n_loaded = 0, n_changed = 0;
+    cfg.tiers.warm_tokens = TKV_UNLIMITED;
+    tkv_cache *a = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, at);
+    const drawn_records records = find_records(at, bytes);
+    cfg.budget.ladder = ladder;
+    cfg.budget.n_levels = 2;
+    for (int i = 0; i < records.n; i += 5) /* a load that copies one of these blocks refuses the file */
+        at[records.at[i] + 40] ^= 16;
+    for (int damaged = 1; damaged >= 0; damaged--) {
+        for (cfg.budget.bytes = 150000; cfg.budget.bytes < 500000; cfg.budget.bytes += 10000) {
+            tkv_load_params attach = attach_params(1);
+            tkv_budget_info before, after;
+            attach.scratch = scratch;
+            attach.scratch_bytes = sizeof scratch;
+            tkv_cache *b = create_cache(&cfg);
+            (void)append_to_all_layers(b, 0, 2, 900, 50);
+            CHECK_EQ(tkv_get_budget(b, &before), TKV_OK);
+            const tkv_status st = tkv_seq_load(b, &attach, at, bytes, NULL);
+            CHECK_EQ(tkv_get_budget(b, &after), TKV_OK);
+            CHECK(damaged ? st == TKV_ERR_DATA : st == TKV_OK || st == TKV_ERR_BUDGET);
+            n_loaded += st == TKV_OK;
+            n_changed += st == TKV_OK && before.level != after.level;
+            check_cache_at(b, "levels", (int)cfg.budget.bytes);
+            tkv_destroy(b);
+        }
+        for (int i = 0; i < records.n && damaged; i += 5) at[records.at[i] + 40] ^= 16;
+    }
+    CHECK(n_loaded > 5);
+    CHECK(n_changed > 0);
+    tkv_destroy(a);
+}
+
 /* Exact blocks in cold tiers, as tkv_promote leaves them, are loaded by caches without their source. */
 TEST(promoted_sequences_are_saved) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -1434,6 +1511,8 @@ int main(int argc, char **argv) {
     RUN(attached_sequences_give_the_same_bits);
     RUN(attached_blocks_are_verified_at_first_use);
     RUN(attached_files_have_exact_copies);
+    RUN(attached_tails_come_into_ram);
+    RUN(levels_change_during_a_load);
     RUN(promoted_sequences_are_saved);
     RUN(attached_blocks_are_saved_without_other_tokens);
     RUN(release_ends_the_use_of_a_file);

@@ -292,7 +292,10 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
-        if (tkvi_must_copy_tail(kv, list, ids)) tkvi_copy_shared(kv, id);
+        if (tkvi_must_copy_tail(kv, list, ids)) {
+            tkvi_copy_shared(kv, id);
+            tkvi_search_again(list, list->n - 1); /* it may have been offloaded */
+        }
         return !TKVI_HAS_MOVES ||
                        (kv->pool.entry[id].shift == position - list->len && !kv->pool.entry[id].turned)
                    ? id
