@@ -199,14 +199,6 @@ static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_
            tkvi_is_last_tier(l->kv, layer, tkvi_saved_tier(list, i));
 }
 
-/* Number of entries from i on, in its run, whose own blocks stay in the file. 0: the first one does not. */
-static int tkvi_n_left_in_file(const tkvi_loader *l, int layer, tkvi_saved_list *list, int i) {
-    const uint8_t *at = tkvi_run_of_entry(list, i);
-    const int left = tkvi_saved_int(at) + tkvi_saved_int(at + 12) - i;
-    if (tkvi_saved_int(at + 4) != tkvi_saved_int(at) || !tkvi_stays_in_file(l, layer, list, i)) return 0;
-    return tkvi_min(left, list->n - 2 - i);
-}
-
 /* Checks the checksum of a record, and the zeros behind it. Returns NULL if they are wrong. */
 static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
     const uint8_t *record = l->file.bytes + (size_t)at;
@@ -237,22 +229,16 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8
 
 /* Checks the records of blocks that do not stay in the file. */
 static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved_list *list) {
-    tkvi_block_cursor c = {NULL, 0, 0};
-    int i, first;
-    for (i = 0; i < list->n; i++) {
-        const int n_left = tkvi_n_left_in_file(l, layer, list, i);
-        const tkvi_layout *layout;
-        (void)tkvi_read_entry(list, i, &first);
-        if (first != i) continue;
-        tkvi_next_saved_block(list, &c);
-        if (n_left) {
-            tkvi_skip_saved_blocks(list, &c, n_left - 1);
-            i += n_left - 1;
-            continue;
-        }
-        layout = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, c.run)];
-        if (!tkvi_verify_record(l, layout, tkvi_saved_record_at(&c, layout)))
-            return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
+    tkvi_saved_group g;
+    int k;
+    memset(&g, 0, sizeof g);
+    while (tkvi_next_group(list, &g)) {
+        const tkvi_layout *c;
+        if (g.first < g.i || tkvi_stays_in_file(l, layer, list, g.i)) continue;
+        c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run)];
+        for (k = 0; k < g.n; k++)
+            if (!tkvi_verify_record(l, c, tkvi_saved_record_at(&g.c, k, c)))
+                return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
     }
     return TKV_OK;
 }
@@ -442,7 +428,7 @@ static int tkvi_table_of_saved(const tkvi_saved_tables *t, const uint8_t *run) {
     return -1;
 }
 
-/* What a load makes of a saved block. */
+/* What a load makes of the blocks of a group. */
 typedef struct tkvi_landing {
     const tkvi_layout *saved; /* with the table of version map->room, where the block is coded again */
     int layout;               /* here */
@@ -450,33 +436,25 @@ typedef struct tkvi_landing {
     int is_attached;
 } tkvi_landing;
 
-/* run: of the block; i: the first entry with it. */
 static tkvi_landing tkvi_landing_of(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
-                                    const tkvi_saved_tables *t, const tkvi_table_map *map, const uint8_t *run,
-                                    int i) {
-    const int base = tkvi_layout_of_saved(l->kv, layer, run), table = tkvi_table_of_saved(t, run);
+                                    const tkvi_saved_tables *t, const tkvi_table_map *map,
+                                    const tkvi_saved_group *g) {
+    const int base = tkvi_layout_of_saved(l->kv, layer, g->c.run), table = tkvi_table_of_saved(t, g->c.run);
     const int version = table < 0 ? 0 : map->version[table];
     tkvi_landing to;
     to.layout = base + (version >= 0 ? version : l->kv->tables.current_version[layer]);
     to.table = version < 0 ? table : -1;
     to.saved = &l->kv->tables.layout[base + (version >= 0 ? version : map->room)];
-    to.is_attached = version >= 0 && tkvi_stays_in_file(l, layer, list, i);
+    to.is_attached = version >= 0 && tkvi_stays_in_file(l, layer, list, g->i);
     return to;
-}
-
-/* Number of entries from i on that stay in the file with blocks of one run, the cursor's. At least 1: i does. */
-static int tkvi_n_attached_alike(const tkvi_loader *l, int layer, tkvi_saved_list *list,
-                                 const tkvi_block_cursor *c, int i) {
-    return tkvi_max(1,
-                    tkvi_min(tkvi_n_left_in_file(l, layer, list, i), tkvi_saved_repeat(c->run) - c->within));
 }
 
 /* Adds the entries and slots of a file to a demand (tkvi_count_entries). The versions of tables are provided. */
 static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     tkvi_loader l = *(const tkvi_loader *)what;
-    int layer, i, first, longest = 0;
+    int layer, longest = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkvi_block_cursor c = {NULL, 0, 0};
+        tkvi_saved_group g;
         tkvi_saved_list list;
         tkvi_saved_tables t;
         tkvi_table_map map;
@@ -486,17 +464,12 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
         map = tkvi_map_tables(&l, layer, &list, &t);
         longest = tkvi_max(longest, list.n);
         demand->entries += list.n;
-        for (i = 0; i < list.n; i++) {
+        memset(&g, 0, sizeof g);
+        while (tkvi_next_group(&list, &g)) {
             tkvi_landing to;
-            int n;
-            (void)tkvi_read_entry(&list, i, &first);
-            if (first != i) continue;
-            tkvi_next_saved_block(&list, &c);
-            to = tkvi_landing_of(&l, layer, &list, &t, &map, c.run, i);
-            n = to.is_attached ? tkvi_n_attached_alike(&l, layer, &list, &c, i) : 1;
-            tkvi_skip_saved_blocks(&list, &c, n - 1);
-            i += n - 1;
-            if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class]++;
+            if (g.first < g.i) continue;
+            to = tkvi_landing_of(&l, layer, &list, &t, &map, &g);
+            if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class] += g.n;
         }
     }
     return longest;
@@ -533,48 +506,35 @@ static void tkvi_place_source(tkvi_loader *l, uint32_t number, tkvi_stored_as wh
     l->kv->pool.attached[l->attached - 1].n_sources++;
 }
 
-/* Makes n entries alike and their blocks, which stay in the file. e: the first; step: between their starts. */
-static void tkvi_place_attached(tkvi_loader *l, const tkvi_landing *to, const tkvi_block_cursor *c,
-                                const tkvi_entry *e, int step, int n, uint32_t *ids) {
-    tkvi_pool *pool = &l->kv->pool;
-    const size_t bytes = tkvi_saved_record_bytes(to->saved);
-    const uint64_t at = tkvi_saved_record_at(c, to->saved);
-    int i;
-    for (i = 0; i < n; i++) {
-        const uint32_t id = tkvi_take_entry(pool);
-        uint32_t number;
-        pool->entry[id] = *e;
-        pool->entry[id].start = e->start + i * step;
-        number = tkvi_new_number(pool, id, to->layout, tkvi_saved_first_position(c) + i * c->run[5]);
-        pool->block[number].page = TKVI_OFFLOADED;
-        pool->block[number].slot = 0;
-        pool->block[number].tier = c->run[3];
-        tkvi_place_source(l, number, TKVI_ITSELF, at + (uint64_t)i * bytes);
-        ids[i] = id;
-    }
-    pool->n_offloaded += (uint32_t)n;
-    l->info.n_attached += n;
-}
-
-/* Makes the block of an entry that is the first with it. Its record is copied, unless it is to be coded again. */
-static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_block_cursor *c,
-                             uint32_t id) {
+/* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew. */
+static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_saved_group *g,
+                             int k, uint32_t id) {
     tkvi_pool *pool = &l->kv->pool;
     const tkvi_layout *layout = &l->kv->tables.layout[to->layout];
-    const uint64_t at = tkvi_saved_record_at(c, to->saved);
+    const uint64_t at = tkvi_saved_record_at(&g->c, k, to->saved);
+    const int position = tkvi_saved_first_position(&g->c, k);
     uint32_t number;
-    uint8_t *slot;
-    tkvi_new_block(pool, id, to->layout, tkvi_saved_first_position(c));
-    number = pool->entry[id].block;
-    slot = tkvi_block_bytes(pool, &pool->block[number]);
-    memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
-    if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
-    if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
-        !pool->entry[id].has_anchors) {
-        tkvi_place_source(l, number, TKVI_COPY, at);
-        pool->block[number].copy_layout = (uint16_t)(to->layout + 1);
+    if (to->is_attached) {
+        number = tkvi_new_number(pool, id, to->layout, position);
+        pool->block[number].page = TKVI_OFFLOADED;
+        pool->block[number].slot = 0;
+        pool->n_offloaded++;
+        tkvi_place_source(l, number, TKVI_ITSELF, at);
+        l->info.n_attached++;
+    } else {
+        uint8_t *slot;
+        tkvi_new_block(pool, id, to->layout, position);
+        number = pool->entry[id].block;
+        slot = tkvi_block_bytes(pool, &pool->block[number]);
+        memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
+        if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
+        if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
+            !pool->entry[id].has_anchors) {
+            tkvi_place_source(l, number, TKVI_COPY, at);
+            pool->block[number].copy_layout = (uint16_t)(to->layout + 1);
+        }
     }
-    pool->block[number].tier = c->run[3];
+    pool->block[number].tier = g->c.run[3];
 }
 
 /* Makes an entry for a block that an earlier entry of the list has. */
@@ -597,31 +557,29 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from,
     tkv_cache *kv = l->kv;
     tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
     uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
-    tkvi_block_cursor c = {NULL, 0, 0};
-    int i, k, n, first;
-    for (i = 0; i < from->n; i += n) {
-        const tkvi_entry e = tkvi_read_entry(from, i, &first);
-        const int tokens = (int)tkvi_saved_tokens(from, i, &e);
-        n = 1;
-        if (first < i) {
-            ids[i] = tkvi_place_shared(&kv->pool, ids[first], &e, tokens);
-        } else {
-            tkvi_landing to;
-            tkvi_next_saved_block(from, &c);
-            to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
-            if (to.is_attached) {
-                n = tkvi_n_attached_alike(l, layer, from, &c, i);
-                tkvi_place_attached(l, &to, &c, &e, tkvi_run_of_entry(from, i)[29], n, ids + i);
-                tkvi_skip_saved_blocks(from, &c, n - 1);
+    tkvi_saved_group g;
+    int k;
+    memset(&g, 0, sizeof g);
+    while (tkvi_next_group(from, &g)) {
+        tkvi_landing to;
+        if (g.first == g.i) to = tkvi_landing_of(l, layer, from, t, map, &g);
+        for (k = 0; k < g.n; k++) {
+            tkvi_entry e = g.e;
+            uint32_t *id = &ids[g.i + k];
+            int tokens;
+            e.start += k * g.step;
+            tokens = (int)tkvi_saved_tokens(from, g.i + k, &e);
+            if (g.first < g.i) {
+                *id = tkvi_place_shared(&kv->pool, ids[g.first], &e, tokens);
             } else {
-                ids[i] = tkvi_take_entry(&kv->pool);
-                kv->pool.entry[ids[i]] = e;
-                tkvi_place_block(l, layer, &to, &c, ids[i]);
+                *id = tkvi_take_entry(&kv->pool);
+                kv->pool.entry[*id] = e;
+                tkvi_place_block(l, layer, &to, &g, k, *id);
+                tkvi_block_of(kv, *id)->n_shared_slots = (uint8_t)tokens;
             }
-            for (k = i; k < i + n; k++) tkvi_block_of(kv, ids[k])->n_shared_slots = (uint8_t)tokens;
+            list->n = g.i + k + 1;
+            tkvi_place_meta(l, from, g.i + k, *id);
         }
-        list->n = i + n;
-        for (k = i; k < i + n && kv->pool.token_meta; k++) tkvi_place_meta(l, from, k, ids[k]);
     }
     list->sinks = from->sinks;
     list->archive = from->archive;
@@ -638,29 +596,29 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
                              const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
     const uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
-    tkvi_block_cursor c = {NULL, 0, 0};
-    int i, first;
-    for (i = 0; i < from->n; i++) {
-        const tkvi_entry e = tkvi_read_entry(from, i, &first);
-        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+    tkvi_saved_group g;
+    int k;
+    memset(&g, 0, sizeof g);
+    while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
-        tkvi_recoding r;
-        const uint8_t *record;
-        if (first != i) continue;
-        tkvi_next_saved_block(from, &c);
-        to = tkvi_landing_of(l, layer, from, t, map, c.run, i);
-        if (to.table != table) continue;
-        record = tkvi_verify_record(l, to.saved, tkvi_saved_record_at(&c, to.saved));
-        if (!record) return 0;
-        r.kv = kv;
-        r.from = to.saved;
-        r.to = &kv->tables.layout[to.layout];
-        r.layer = layer;
-        r.start = b->first_position;
-        r.live_mask = tkvi_slots_before((int)tkvi_saved_tokens(from, i, &e));
-        memcpy(l->room, record, to.saved->bytes.total);
-        tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
-        l->info.n_recoded++;
+        if (g.first < g.i) continue;
+        to = tkvi_landing_of(l, layer, from, t, map, &g);
+        for (k = 0; k < g.n && to.table == table; k++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[g.i + k]);
+            const uint8_t *record = tkvi_verify_record(l, to.saved, tkvi_saved_record_at(&g.c, k, to.saved));
+            tkvi_recoding r;
+            if (!record) return 0;
+            r.kv = kv;
+            r.from = to.saved;
+            r.to = &kv->tables.layout[to.layout];
+            r.layer = layer;
+            r.start = b->first_position;
+            r.live_mask =
+                tkvi_slots_before((int)tkvi_saved_tokens(from, g.i + k, &kv->pool.entry[ids[g.i + k]]));
+            memcpy(l->room, record, to.saved->bytes.total);
+            tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
+            l->info.n_recoded++;
+        }
     }
     return 1;
 }
@@ -785,20 +743,7 @@ static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t 
     return st;
 }
 
-/* Number of entries from i on that differ only in their starts: of one run, with blocks of one run, the next one of the
- * cursor. The cursor goes to the last of these blocks. */
-static int tkvi_n_placed_alike(tkvi_saved_list *list, tkvi_block_cursor *c, int i) {
-    const uint8_t *at = tkvi_run_of_entry(list, i);
-    int n = tkvi_saved_int(at) + tkvi_saved_int(at + 12) - i, first;
-    (void)tkvi_read_entry(list, i, &first);
-    if (first != i) return 1;
-    tkvi_next_saved_block(list, c);
-    n = list->meta ? 1 : tkvi_min(n, tkvi_saved_repeat(c->run) - c->within);
-    c->within += n - 1;
-    return n;
-}
-
-/* Checks what was placed by the rules of tkv_check: of entries that are alike, the first and the last one. */
+/* Checks what was placed by the rules of tkv_check: of a group the first and the last entry, or all with token_meta. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
@@ -808,17 +753,15 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
     k.reason = reason;
     k.size = sizeof reason;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
-        tkvi_block_cursor c = {NULL, 0, 0};
+        tkvi_saved_group g;
         tkvi_saved_list list;
         if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
         st = tkvi_check_ids(&k, l->p->seq, layer);
         if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
-        for (i = 0; i < list.n && !st;) {
-            const int n = tkvi_n_placed_alike(&list, &c, i);
-            st = tkvi_check_entry(&k, l->p->seq, layer, i);
-            if (!st && n > 1) st = tkvi_check_entry(&k, l->p->seq, layer, i + n - 1);
-            i += n;
-        }
+        memset(&g, 0, sizeof g);
+        while (!st && tkvi_next_group(&list, &g))
+            for (i = 0; i < g.n && !st; i += list.meta ? 1 : tkvi_max(1, g.n - 1))
+                st = tkvi_check_entry(&k, l->p->seq, layer, g.i + i);
     }
     return st ? tkvi_refuse_file(l, reason) : TKV_OK;
 }

@@ -263,14 +263,14 @@ static size_t tkvi_find_former_record(const tkvi_saver *s, const tkvi_saved_list
     const tkvi_layout *c = &s->kv->tables.layout[b->layout];
     const size_t n = c->bytes.total;
     uint64_t at;
-    while (*left && from->run && tkvi_saved_first_position(from) < b->first_position) {
+    while (*left && from->run && tkvi_saved_first_position(from, 0) < b->first_position) {
         if (--*left) tkvi_next_saved_block(list, from);
     }
-    if (!*left || tkvi_saved_first_position(from) != b->first_position ||
+    if (!*left || tkvi_saved_first_position(from, 0) != b->first_position ||
         from->run[0] != (uint8_t)c->pair.k || from->run[1] != (uint8_t)c->pair.v ||
         from->run[2] != (uint8_t)c->tokens)
         return 0;
-    at = tkvi_saved_record_at(from, c);
+    at = tkvi_saved_record_at(from, 0, c);
     if (at < 64 || at % 64 || at >= s->former.end || n + 8 > s->former.end - (size_t)at) return 0;
     return tkvi_load64(s->former.bytes + (size_t)at + n) == sum + at ? (size_t)at : 0;
 }
@@ -352,21 +352,27 @@ static void tkvi_end_run(tkvi_saver *s, tkvi_run_writer *w, size_t bytes) {
     w->n++;
 }
 
-/* Adds an entry to a run, or begins one with it. */
+/* Adds an entry or a block of `size` bytes to a run, or ends the run and begins one with it. is_alike: it differs from
+ * the last one by `step`, which is as wide as before; step_at: where the run has it. */
+static void tkvi_add_to_run(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *item, size_t size, int is_alike,
+                            int64_t step, int step_at) {
+    is_alike = is_alike && w->repeat && (w->repeat == 1 || step == w->at[step_at]);
+    if (!is_alike) {
+        tkvi_end_run(s, w, size);
+        memcpy(w->at, item, size);
+    } else {
+        w->at[step_at] = (uint8_t)step;
+    }
+    memcpy(w->last, item, size);
+    w->repeat++;
+}
+
 static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
     const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
-    const int is_alike = w->repeat && tkvi_load32(entry + 4) == tkvi_load32(entry) &&
+    const int is_alike = tkvi_load32(entry + 4) == tkvi_load32(entry) &&
                          tkvi_load32(w->last + 4) == tkvi_load32(w->last) && step >= 1 &&
-                         step <= TKVI_BLOCK && (w->repeat == 1 || step == w->at[29]) &&
-                         memcmp(entry + 16, w->last + 16, 32) == 0;
-    if (!is_alike) {
-        tkvi_end_run(s, w, TKVI_SAVED_ENTRIES);
-        memcpy(w->at, entry, TKVI_SAVED_ENTRIES);
-    } else {
-        w->at[29] = (uint8_t)step;
-    }
-    memcpy(w->last, entry, TKVI_SAVED_ENTRIES);
-    w->repeat++;
+                         step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;
+    tkvi_add_to_run(s, w, entry, TKVI_SAVED_ENTRIES, is_alike, step, 29);
 }
 
 static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
@@ -398,20 +404,12 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
     return w.n;
 }
 
-/* Adds a block to a run, or begins one with it. bytes: of its record. */
+/* bytes: of its record. */
 static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *block, size_t bytes) {
     const int64_t step = (int64_t)tkvi_saved_int(block + 8) - tkvi_saved_int(w->last + 8);
-    const int is_alike = w->repeat && step >= 0 && step <= 255 && (w->repeat == 1 || step == w->at[5]) &&
-                         memcmp(block, w->last, 5) == 0 &&
+    const int is_alike = step >= 0 && step <= 255 && memcmp(block, w->last, 5) == 0 &&
                          tkvi_load64(block + 16) == tkvi_load64(w->last + 16) + (uint64_t)bytes;
-    if (!is_alike) {
-        tkvi_end_run(s, w, TKVI_SAVED_BLOCKS);
-        memcpy(w->at, block, TKVI_SAVED_BLOCKS);
-    } else {
-        w->at[5] = (uint8_t)step;
-    }
-    memcpy(w->last, block, TKVI_SAVED_BLOCKS);
-    w->repeat++;
+    tkvi_add_to_run(s, w, block, TKVI_SAVED_BLOCKS, is_alike, step, 5);
 }
 
 /* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */

@@ -358,23 +358,42 @@ static void tkvi_next_saved_block(const tkvi_saved_list *list, tkvi_block_cursor
     c->within = 0;
 }
 
-/* Goes over n blocks more. There are as many, and the cursor is at a block. */
-static void tkvi_skip_saved_blocks(const tkvi_saved_list *list, tkvi_block_cursor *c, int n) {
-    for (; n > 0 && n >= tkvi_saved_repeat(c->run) - c->within; c->within = 0) {
-        n -= tkvi_saved_repeat(c->run) - c->within;
-        if (c->runs == list->n_block_runs) return; /* behind the last block */
-        c->run = tkvi_saved_blocks(list, c->runs++);
-    }
-    c->within += n;
+/* First position of block k from the cursor on, in its run. */
+static int tkvi_saved_first_position(const tkvi_block_cursor *c, int k) {
+    return tkvi_saved_int(c->run + 8) + (c->within + k) * c->run[5];
 }
 
-static int tkvi_saved_first_position(const tkvi_block_cursor *c) {
-    return tkvi_saved_int(c->run + 8) + c->within * c->run[5];
+/* Where the record of block k from the cursor on begins, in its run. layout: of the run. */
+static uint64_t tkvi_saved_record_at(const tkvi_block_cursor *c, int k, const tkvi_layout *layout) {
+    return tkvi_load64(c->run + 16) + (uint64_t)(c->within + k) * tkvi_saved_record_bytes(layout);
 }
 
-/* Where the record of a block begins. layout: of the block. */
-static uint64_t tkvi_saved_record_at(const tkvi_block_cursor *c, const tkvi_layout *layout) {
-    return tkvi_load64(c->run + 16) + (uint64_t)c->within * tkvi_saved_record_bytes(layout);
+/* Entries that differ only in their starts: of one run, with own blocks of one run. Or one with an earlier block. */
+typedef struct tkvi_saved_group {
+    tkvi_entry e;        /* the first one */
+    int i, n;            /* its index; entries */
+    int first;           /* the first entry with its block: i, or less, and then n is 1 */
+    int step;            /* tokens between starts */
+    tkvi_block_cursor c; /* if first is i, at the block of the first one */
+} tkvi_saved_group;
+
+/* Goes to the next group of a list. g begins as zeros. Returns 0 behind the last one. No group has other entries and
+ * the two newest ones, which stay in RAM. */
+static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
+    const uint8_t *at;
+    if (g->n && g->first == g->i) g->c.within += g->n - 1;
+    g->i += g->n;
+    if (g->i >= list->n) return 0;
+    at = tkvi_run_of_entry(list, g->i);
+    g->e = tkvi_read_entry(list, g->i, &g->first);
+    g->step = at[29];
+    g->n = 1;
+    if (g->first != g->i) return 1;
+    tkvi_next_saved_block(list, &g->c);
+    g->n = tkvi_min(tkvi_saved_int(at) + tkvi_saved_int(at + 12) - g->i,
+                    tkvi_saved_repeat(g->c.run) - g->c.within);
+    if (g->i < list->n - 2) g->n = tkvi_min(g->n, list->n - 2 - g->i);
+    return 1;
 }
 
 /* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. */

@@ -207,30 +207,36 @@ static TKVI_NOINLINE int tkvi_compute_piece(const tkv_cache *kv, uint32_t id, co
     return 1;
 }
 
+/* Where attached bytes have the record of a block, or of its exact copy. */
+static const uint8_t *tkvi_attached_bytes(const tkvi_pool *pool, const tkvi_source_place *source) {
+    return pool->attached[source->file - 1].bytes + (size_t)source->unit * 64;
+}
+
+/* 1 if a reader has verified attached bytes. Compilers without __atomic builtins do not remember it. */
+static int tkvi_is_verified(const tkvi_source_place *source) {
+#if defined(__GNUC__) || defined(__clang__)
+    return __atomic_load_n(&source->is_verified, __ATOMIC_RELAXED);
+#else
+    (void)source;
+    return 0;
+#endif
+}
+
 /* The record of a block in attached bytes that a reader has verified. NULL: it lies elsewhere, or was not verified. */
 static const uint8_t *tkvi_find_verified(const tkvi_pool *pool, uint32_t number) {
-#if defined(__GNUC__) || defined(__clang__)
-    if (tkvi_is_attached(pool, number, TKVI_ITSELF)) {
-        const tkvi_source_place *source = &pool->source[number];
-        if (__atomic_load_n(&source->is_verified, __ATOMIC_RELAXED))
-            return pool->attached[source->file - 1].bytes + (size_t)source->unit * 64;
-    }
-#endif
-    (void)pool;
-    (void)number;
-    return NULL;
+    return tkvi_is_attached(pool, number, TKVI_ITSELF) && tkvi_is_verified(&pool->source[number])
+               ? tkvi_attached_bytes(pool, &pool->source[number])
+               : NULL;
 }
 
 /* Finds the record of a block, or of its exact copy, in attached bytes. The first reader compares its checksum, which
- * follows it. Compilers without __atomic builtins compare it each time. Returns NULL if it is damaged. */
+ * follows it. Returns NULL if it is damaged. */
 static const uint8_t *tkvi_read_attached(const tkvi_pool *pool, uint32_t number, const tkvi_layout *c) {
     tkvi_source_place *source = &pool->source[number];
-    const size_t at = (size_t)source->unit * 64, n = c->bytes.total;
-    const uint8_t *record = pool->attached[source->file - 1].bytes + at;
-#if defined(__GNUC__) || defined(__clang__)
-    if (__atomic_load_n(&source->is_verified, __ATOMIC_RELAXED)) return record;
-#endif
-    if (tkvi_xxh64(0, record, n) + (uint64_t)at != tkvi_load64(record + n)) return NULL;
+    const uint8_t *record = tkvi_attached_bytes(pool, source);
+    const size_t n = c->bytes.total;
+    if (tkvi_is_verified(source)) return record;
+    if (tkvi_xxh64(0, record, n) + (uint64_t)source->unit * 64 != tkvi_load64(record + n)) return NULL;
 #if defined(__GNUC__) || defined(__clang__)
     __atomic_store_n(&source->is_verified, 1, __ATOMIC_RELAXED);
 #endif
