@@ -9,6 +9,9 @@ import sys
 import tempfile
 import unittest
 
+sys.dont_write_bytecode = True
+import results
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 USER = """
@@ -90,11 +93,4 @@ class Build(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    result = unittest.main(exit=False, verbosity=1).result
-    bad = len(result.failures) + len(result.errors)
-    skipped = len(result.skipped)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed%s" % (result.testsRun - bad - skipped, bad,
-                                      ", %d skipped" % skipped if skipped else ""))
-    sys.exit(bad != 0)
+    results.run()

@@ -15,6 +15,7 @@ STORIES = os.path.join(ROOT, "..", "shared", "data", "models", "stories260K_tok5
 DEMO = os.path.join(ROOT, "examples", "data", "demo.gguf")
 PROMPT = os.path.join(ROOT, "examples", "data", "demo_prompt.txt")
 sys.dont_write_bytecode = True
+import results
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import terminal_svg
 
@@ -351,11 +352,4 @@ class Picture(unittest.TestCase):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    result = unittest.main(exit=False, verbosity=1).result
-    bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
-    for test, why in result.skipped:
-        print("skipped %s: %s" % (test.id(), why))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))
-    sys.exit(bad != 0)
+    results.run()

@@ -9,6 +9,9 @@ import sys
 import tempfile
 import unittest
 
+sys.dont_write_bytecode = True
+import results
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 PARTS = {
@@ -383,9 +386,4 @@ class Readme(unittest.TestCase):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    result = unittest.main(exit=False, verbosity=1).result
-    bad = len(result.failures) + len(result.errors)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed" % (result.testsRun - bad, bad))
-    sys.exit(bad != 0)
+    results.run()

@@ -13,6 +13,9 @@ import sys
 import tempfile
 import unittest
 
+sys.dont_write_bytecode = True
+import results
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CC = os.environ.get("CC", "cc").split()
 FLAGS = ["-O1", "-std=c99", "-Wall", "-Wextra", "-Werror"]
@@ -299,9 +302,4 @@ class Form(unittest.TestCase):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    result = unittest.main(exit=False, verbosity=1).result
-    bad = len(result.failures) + len(result.errors)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed" % (result.testsRun - bad, bad))
-    sys.exit(bad != 0)
+    results.run()

@@ -10,6 +10,7 @@ import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.dont_write_bytecode = True
+import results
 sys.path.insert(0, os.path.join(ROOT, "bench"))
 import report
 
@@ -272,11 +273,4 @@ class Colours(unittest.TestCase):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    result = unittest.main(exit=False, verbosity=1).result
-    bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
-    for test, why in result.skipped:
-        print("skipped %s: %s" % (test.id(), why))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))
-    sys.exit(bad != 0)
+    results.run()

@@ -9,31 +9,12 @@
  *     build/tests/test_save --golden > tests/golden_saved.h
  */
 #include "golden_saved.h"
+#include "saved_files.h"
 #include "sequences.h"
 
 enum { LAYERS = 3, SEQS = 4, MOST = 4 << 20 };
 
 static unsigned char file[MOST], other_file[MOST];
-static const char model_name[] = "a model";
-
-static tkv_save_params save_params(int seq) {
-    tkv_save_params p;
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.model = model_name;
-    p.model_bytes = sizeof model_name;
-    return p;
-}
-
-static tkv_load_params load_params(int seq) {
-    tkv_load_params p;
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.model = model_name;
-    p.model_bytes = sizeof model_name;
-    return p;
-}
-
 static size_t save_sequence(tkv_cache *kv, int seq, unsigned char *to) {
     const tkv_save_params p = save_params(seq);
     size_t counted = 0, written = 0;
@@ -45,55 +26,18 @@ static size_t save_sequence(tkv_cache *kv, int seq, unsigned char *to) {
     return written;
 }
 
-/* >>XXH64 of the second reader, from its specification */
-static uint64_t rotate_left(uint64_t x, int n) { return x << n | x >> (64 - n); }
-
-static uint64_t word_at(const unsigned char *p, int n) {
-    uint64_t x = 0;
-    for (int i = 0; i < n; i++) x |= (uint64_t)p[i] << 8 * i;
-    return x;
-}
-
-static uint64_t xxh64_of(const unsigned char *p, size_t n) {
-    const uint64_t a = 0x9e3779b185ebca87u, b = 0xc2b2ae3d27d4eb4fu, c = 0x165667b19e3779f9u,
-                   d = 0x85ebca77c2b2ae63u, e = 0x27d4eb2f165667c5u;
-    const size_t size = n;
-    uint64_t lane[4] = {0, 0, 0, 0}, h = e;
-    lane[0] = a + b, lane[1] = b, lane[3] = 0 - a;
-    for (; n >= 32; n -= 32)
-        for (int i = 0; i < 4; i++, p += 8) lane[i] = rotate_left(lane[i] + word_at(p, 8) * b, 31) * a;
-    if (size >= 32) {
-        h = rotate_left(lane[0], 1) + rotate_left(lane[1], 7) + rotate_left(lane[2], 12) +
-            rotate_left(lane[3], 18);
-        for (int i = 0; i < 4; i++) h = (h ^ rotate_left(lane[i] * b, 31) * a) * a + d;
-    }
-    h += size;
-    for (; n >= 8; n -= 8, p += 8) h = rotate_left(h ^ rotate_left(word_at(p, 8) * b, 31) * a, 27) * a + d;
-    for (; n >= 4; n -= 4, p += 4) h = rotate_left(h ^ word_at(p, 4) * a, 23) * b + c;
-    for (; n > 0; n--, p++) h = rotate_left(h ^ *p * e, 11) * a;
-    h = (h ^ h >> 33) * b;
-    h = (h ^ h >> 29) * c;
-    return h ^ h >> 32;
-}
-
-static void put_word(unsigned char *p, uint64_t x) {
-    for (int i = 0; i < 8; i++) p[i] = (unsigned char)(x >> 8 * i & 255);
-}
-
+/* >>the second reader */
 /* Where a file has its records: a second reader finds them by their checksums. */
 typedef struct drawn_records {
     size_t at[400], bytes[400];
     int n;
 } drawn_records;
 
-static uint64_t index_of(const unsigned char *at, size_t n) { return word_at(at + n - 40, 8); }
-static uint64_t count_of(const unsigned char *at, size_t n) { return word_at(at + n - 24, 4); }
-
 static void add_records(drawn_records *r, const unsigned char *at, size_t from, size_t stride,
                         uint64_t repeat) {
     for (; repeat > 0 && r->n < COUNT(r->at); repeat--, from += stride)
         for (size_t bytes = stride - 8; bytes + 72 > stride; bytes--)
-            if (word_at(at + from + bytes, 8) == xxh64_of(at + from, bytes) + from) {
+            if (get64(at + from + bytes) == xxh64_of(at + from, bytes) + from) {
                 r->at[r->n] = from;
                 r->bytes[r->n++] = bytes;
                 break;
@@ -106,17 +50,17 @@ static drawn_records find_records(const unsigned char *at, size_t n) {
     int n_blocks = 0;
     r.n = 0;
     for (uint64_t i = 0; i < count_of(at, n); i++) {
-        const unsigned char *e = index + 32 * i, *list = at + word_at(e + 8, 8);
-        const uint64_t runs = word_at(list + 44, 4);
-        if (word_at(e, 4) != 5) continue;
-        const unsigned char *blocks = list + 48 + 48 * word_at(list + 40, 4);
+        const unsigned char *e = index + 32 * i, *list = at + get64(e + 8);
+        const uint64_t runs = get32(list + 44);
+        if (get32(e) != 5) continue;
+        const unsigned char *blocks = list + 48 + 48 * get32(list + 40);
         for (uint64_t k = 0; k < runs; k++, blocks += 24) {
-            const uint64_t from = word_at(blocks + 16, 8), repeat = word_at(blocks + 12, 4);
+            const uint64_t from = get64(blocks + 16), repeat = get32(blocks + 12);
             size_t end = 0;
             for (uint64_t j = 0; j < count_of(at, n) && !end; j++)
-                if (word_at(index + 32 * j, 4) == 4 && word_at(index + 32 * j + 4, 4) == word_at(e + 4, 4))
-                    end = (size_t)(word_at(index + 32 * j + 8, 8) + word_at(index + 32 * j + 16, 8));
-            if (k + 1 < runs && word_at(blocks + 40, 8) > from) end = (size_t)word_at(blocks + 40, 8);
+                if (get32(index + 32 * j) == 4 && get32(index + 32 * j + 4) == get32(e + 4))
+                    end = (size_t)(get64(index + 32 * j + 8) + get64(index + 32 * j + 16));
+            if (k + 1 < runs && get64(blocks + 40) > from) end = (size_t)get64(blocks + 40);
             add_records(&r, at, (size_t)from, (end - (size_t)from) / (size_t)repeat, repeat);
             n_blocks += (int)repeat;
         }
@@ -125,20 +69,12 @@ static drawn_records find_records(const unsigned char *at, size_t n) {
     return r;
 }
 
-/* Repairs all checksums of a file of n bytes, as far as its index is readable. */
+/* Repairs all checksums of a file of n bytes. records: NULL, or where it has its own. */
 static void repair_checksums(unsigned char *at, size_t n, const drawn_records *records) {
-    const uint64_t index = index_of(at, n), count = count_of(at, n);
     for (int i = 0; records && i < records->n; i++)
-        put_word(at + records->at[i] + records->bytes[i],
-                 xxh64_of(at + records->at[i], records->bytes[i]) + records->at[i]);
-    if (index > n - 40 || count > (n - 40 - index) / 32) return;
-    for (uint64_t i = 0; i < count; i++) {
-        unsigned char *e = at + index + 32 * i;
-        const uint64_t from = word_at(e + 8, 8), bytes = word_at(e + 16, 8);
-        if (from <= index && bytes <= index - from)
-            put_word(e + 24, word_at(e, 4) == 4 ? 0 : xxh64_of(at + from, (size_t)bytes));
-    }
-    put_word(at + n - 16, xxh64_of(at + index, n - 16 - (size_t)index));
+        put64(at + records->at[i] + records->bytes[i],
+              xxh64_of(at + records->at[i], records->bytes[i]) + records->at[i]);
+    repair_index(at, n);
 }
 
 TEST(the_drawn_frame_is_there) {
@@ -151,10 +87,10 @@ TEST(the_drawn_frame_is_there) {
     const size_t n = save_sequence(kv, 0, file);
     CHECK(memcmp(file, "TKVS\1\0\0", 8) == 0);
     CHECK(memcmp(file + n - 8, "TKVSEND", 8) == 0);
-    CHECK(word_at(file + 8, 8) == n);
-    CHECK(word_at(file + 16, 8) == xxh64_of((const unsigned char *)model_name, sizeof model_name));
-    CHECK_EQ(word_at(file + 24, 4), LAYERS);
-    CHECK_EQ(word_at(file + 28, 4), 300);
+    CHECK(get64(file + 8) == n);
+    CHECK(get64(file + 16) == xxh64_of((const unsigned char *)model_name, sizeof model_name));
+    CHECK_EQ(get32(file + 24), LAYERS);
+    CHECK_EQ(get32(file + 28), 300);
     CHECK_EQ(count_of(file, n), 3 + 3 * LAYERS); /* head, model, states; three of each layer */
     const drawn_records records = find_records(file, n);
     CHECK(records.n > LAYERS);
@@ -769,9 +705,9 @@ TEST(attached_sequences_give_the_same_bits) {
             if (step > 1 && !cfg.model.window) check_same_tokens(b, c, 1, "attached, forked");
             check_cache_at(c, "attached, later", step);
         }
-        CHECK_EQ(save_sequence(b, 0, other_file),
-                 save_sequence(c, 0, other_file + MOST / 2)); /* read from the file */
-        CHECK_MEM(other_file, other_file + MOST / 2, 1000);
+        const size_t n = save_sequence(b, 0, other_file);
+        CHECK_EQ(save_sequence(c, 0, other_file + MOST / 2), n); /* read from the file */
+        CHECK_MEM(other_file, other_file + MOST / 2, n);
         CHECK_EQ(tkv_seq_reset(c, 0), TKV_OK);
         if (info.n_attached) CHECK_EQ(n_released, 0);
         CHECK_EQ(tkv_seq_reset(c, 1), TKV_OK);
@@ -1148,7 +1084,7 @@ TEST(hostile_files_with_right_checksums) {
         for (int k = 1 + tkv_rng_below(&rng, 3); k > 0; k--) {
             /* mostly lists and headers of blocks, seldom records */
             const unsigned char *e = file + index + 32 * (size_t)tkv_rng_below(&rng, 3 + 3 * LAYERS);
-            const size_t from = (size_t)word_at(e + 8, 8), size = (size_t)word_at(e + 16, 8);
+            const size_t from = (size_t)get64(e + 8), size = (size_t)get64(e + 16);
             const size_t at = tkv_rng_below(&rng, 8) == 0
                                   ? index + (size_t)tkv_rng_below(&rng, (int)(bytes - index))
                                   : from + (size_t)tkv_rng_below(&rng, (int)(size < 600 ? size + 1 : 600));
@@ -1182,11 +1118,10 @@ TEST(hostile_files_with_right_checksums) {
 }
 
 /* The section of a kind and layer in `file`, n bytes long. */
-static unsigned char *section_of(size_t n, int kind, int layer) {
-    for (unsigned char *e = file + index_of(file, n); e < file + n - 40; e += 32)
-        if (word_at(e, 4) == (uint64_t)kind && word_at(e + 4, 4) == (uint64_t)layer)
-            return file + word_at(e + 8, 8);
-    exit(2);
+static unsigned char *section_of(size_t n, uint32_t kind, uint32_t layer) {
+    const unsigned char *e = find_in_index(file, n, kind, layer);
+    if (!e) exit(2);
+    return file + get64(e + 8);
 }
 
 TEST(moved_keys_without_rope_are_refused) {
@@ -1195,9 +1130,9 @@ TEST(moved_keys_without_rope_are_refused) {
     tkv_cache *kv = create_cache(&cfg);
     CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 50), TKV_OK);
     const size_t n = save_sequence(kv, 0, file);
-    unsigned char *list = section_of(n, 5, 1);
-    list[32] = 1;                /* the list has moved tokens, */
-    put_word(list + 96 + 16, 9); /* those of run 1 by 9 positions */
+    unsigned char *list = section_of(n, SAVED_LISTS, 1);
+    list[32] = 1;             /* the list has moved tokens, */
+    put64(list + 96 + 16, 9); /* those of run 1 by 9 positions */
     repair_checksums(file, n, NULL);
     CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
@@ -1220,14 +1155,14 @@ TEST(blocks_inside_a_run_are_checked) {
         CHECK_EQ(add_to_journal(kv, &j, save), TKV_OK);
     }
     for (int what = 0; what < 2; what++) {
-        unsigned char *list = section_of(j.n, 5, 0), *blocks = list + 48 + 48 * word_at(list + 40, 4);
-        CHECK_EQ(word_at(list + 40, 4), 2); /* the sinks, and all others */
-        CHECK(word_at(list + 44, 4) > 4);
+        unsigned char *list = section_of(j.n, SAVED_LISTS, 0), *blocks = list + 48 + 48 * get32(list + 40);
+        CHECK_EQ(get32(list + 40), 2); /* the sinks, and all others */
+        CHECK(get32(list + 44) > 4);
         if (what == 0) { /* the third block is the one of the sinks, with 4 tokens */
             memcpy(blocks + 3 * 24, blocks, 3);
-            put_word(blocks + 3 * 24 + 16, word_at(blocks + 16, 8));
+            put64(blocks + 3 * 24 + 16, get64(blocks + 16));
         } else { /* steps lead beyond all positions */
-            put_word(blocks + 3 * 24 + 8, 0x17fffffff);
+            put64(blocks + 3 * 24 + 8, 0x17fffffff);
             blocks[3 * 24 + 5] = 255;
         }
         repair_checksums(file, j.n, NULL);
@@ -1255,7 +1190,7 @@ TEST(tiers_that_the_plan_lacks) {
     CHECK_EQ(append_to_all_layers(kv, 0, 1, 60, 50), TKV_OK);
     const size_t n = save_sequence(kv, 0, file);
     for (int layer = 0; layer < LAYERS; layer++) {
-        unsigned char *list = section_of(n, 5, layer);
+        unsigned char *list = section_of(n, SAVED_LISTS, (uint32_t)layer);
         list[8] = 1;                      /* blocks of the archive */
         list[96 + 27] = TKV_TIER_ARCHIVE; /* the second and last run */
     }
@@ -1402,7 +1337,7 @@ static uint64_t hash_of_tokens(tkv_cache *kv) {
             if (!is_there) continue;
             h = hash_of_floats(hash_of_floats(h, k, 8), v, 8);
             CHECK_EQ(tkv_get_positions(kv, 0, layer, t, 1, &position), TKV_OK);
-            put_word(state, (uint64_t)(unsigned)position);
+            put64(state, (uint64_t)(unsigned)position);
             h = hash_of(h, state, 4);
         }
     for (int t = 0; t < 300; t++)
@@ -1422,7 +1357,7 @@ static size_t read_golden(int version, const char *name) {
 }
 
 TEST(golden_files_stay_readable) {
-    const int present = (int)word_at(file + 4, save_golden(0, file, sizeof file) ? 4 : 0);
+    const int present = save_golden(0, file, sizeof file) ? (int)get32(file + 4) : 0;
     for (int i = 0; i < COUNT(golden_saved); i++) {
         const golden_file *g = &golden_saved[i];
         const size_t n = read_golden(g->version, g->name);
@@ -1466,7 +1401,7 @@ static void write_golden(void) {
         "    double out[2];\n} golden_file;\n\nstatic const golden_file golden_saved[] = {\n");
     for (int i = 0; i < COUNT(golden_names); i++) {
         const size_t n = save_golden(i, file, sizeof file);
-        const int version = (int)word_at(file + 4, 4);
+        const int version = (int)get32(file + 4);
         const tkv_config cfg = golden_config(i);
         const tkv_load_params load = load_params(0);
         tkv_cache *kv = create_cache(&cfg);

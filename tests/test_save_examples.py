@@ -13,6 +13,7 @@ import time
 import unittest
 
 sys.dont_write_bytecode = True
+import results
 from test_demo import DEMO, PROMPT, compile_example
 
 KILLS = 200
@@ -366,11 +367,4 @@ class Characters(Example, unittest.TestCase):
 
 
 if __name__ == "__main__":
-    result = unittest.main(exit=False, verbosity=1).result
-    bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
-    for test, why in result.skipped:
-        print("skipped %s: %s" % (test.id(), why))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))
-    sys.exit(bad != 0)
+    results.run()

@@ -5,6 +5,9 @@ import re
 import sys
 import unittest
 
+sys.dont_write_bytecode = True
+import results
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "bench"))
 import tables
@@ -73,9 +76,4 @@ class Tables(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    result = unittest.main(exit=False, verbosity=1).result
-    bad = len(result.failures) + len(result.errors)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed" % (result.testsRun - bad, bad))
-    sys.exit(bad > 0)
+    results.run()

@@ -10,6 +10,9 @@ import sys
 import tempfile
 import unittest
 
+sys.dont_write_bytecode = True
+import results
+
 try:
     import tomllib
 except ImportError:  # before Python 3.11
@@ -383,11 +386,4 @@ class Reports(WithProgram):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    result = unittest.main(exit=False, verbosity=1).result
-    bad, skipped = len(result.failures) + len(result.errors), len(result.skipped)
-    for test, why in result.skipped:
-        print("skipped %s: %s" % (test.id(), why))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    print("%d passed, %d failed, %d skipped" % (result.testsRun - bad - skipped, bad, skipped))
-    sys.exit(bad != 0)
+    results.run()

@@ -4,8 +4,12 @@ call, for every number of parts."""
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
+
+sys.dont_write_bytecode = True
+import results
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 
@@ -44,7 +48,4 @@ class Threads(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    result = unittest.main(exit=False).result
-    failed = len(result.failures) + len(result.errors)
-    print("%d passed, %d failed, %d skipped" % (result.testsRun - failed - len(result.skipped), failed, len(result.skipped)))
-    raise SystemExit(failed > 0)
+    results.run()

@@ -25,6 +25,7 @@
  * a wrong one and then sets call.is_hostile.
  */
 #include "../kit.h"
+#include "plain_program.h"
 
 #include <limits.h>
 #include <math.h>
@@ -1508,7 +1509,6 @@ static const struct {
     {"failures", 8, call_fail_next, 0},
 };
 static long n_calls[COUNT(calls)], n_refused[COUNT(calls)];
-static char run_name[300]; /* options of the plain program that run this input again */
 
 static void make_call(void) {
     int which, at = 0, point, failed, s;
@@ -1800,12 +1800,6 @@ static void run_codec(void) {
     free(exact_size);
 }
 
-#ifdef __cplusplus
-extern "C"
-#endif
-    int
-    LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     int kind;
     is_logging = int_from_env("TKV_FUZZ_LOG", 0);
@@ -1825,46 +1819,20 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 }
 
 #ifdef TKV_FUZZ_MAIN
-/* Runs a random input. Returns its number of bytes. */
-static void run_random(int seed, int n_bytes) {
-    static uint8_t bytes[1 << 16];
+static int make_random(int seed, int n_bytes, uint8_t *bytes) {
     tkv_rng rng = tkv_rng_seed((uint64_t)seed);
-    const int n = min_of((int)sizeof bytes, n_bytes / 4 + tkv_rng_below(&rng, n_bytes));
-    int i;
+    int n, i;
+    n_bytes = max_of(8, n_bytes);
+    n = min_of(1 << 16, n_bytes / 4 + tkv_rng_below(&rng, n_bytes));
     for (i = 0; i < n; i++) bytes[i] = (uint8_t)tkv_rng_below(&rng, 256);
-    sprintf(run_name, "--runs 1 --seed %d --bytes %d", seed, n_bytes);
-    (void)LLVMFuzzerTestOneInput(bytes, (size_t)n);
-}
-
-static int run_file(const char *name) {
-    static uint8_t bytes[1 << 20];
-    FILE *f = fopen(name, "rb");
-    size_t n;
-    if (!f) {
-        fprintf(stderr, "api_calls: cannot read %s; give files, or --runs N\n", name);
-        return 1;
-    }
-    n = fread(bytes, 1, sizeof bytes, f);
-    fclose(f);
-    sprintf(run_name, "%.290s", name);
-    (void)LLVMFuzzerTestOneInput(bytes, n);
-    return 0;
+    return n;
 }
 
 int main(int argc, char **argv) {
-    int runs = argc > 1 ? 0 : 1000, seed = 1, n_bytes = 400, i, status = 0;
-    for (i = 1; i < argc && !status; i++) {
-        const int has_value = i + 1 < argc;
-        if (strcmp(argv[i], "--runs") == 0 && has_value) runs = atoi(argv[++i]);
-        else if (strcmp(argv[i], "--seed") == 0 && has_value) seed = atoi(argv[++i]);
-        else if (strcmp(argv[i], "--bytes") == 0 && has_value) n_bytes = max_of(8, atoi(argv[++i]));
-        else status = run_file(argv[i]);
-    }
-    for (i = 0; i < runs; i++) {
-        if (is_logging) fprintf(stderr, "seed %d\n", seed + i);
-        run_random(seed + i, n_bytes);
-    }
-    printf("%d random inputs; calls", runs);
+    int n_runs, i;
+    const int status =
+        run_inputs(argc, argv, "api_calls", make_random, 400, int_from_env("TKV_FUZZ_LOG", 0), &n_runs);
+    printf("%d random inputs; calls", n_runs);
     for (i = 0; i < COUNT(calls); i++)
         printf("%s%s %ld, refused %ld", i % 6 ? "; " : "\n    ", calls[i].name, n_calls[i], n_refused[i]);
     printf("\n");

@@ -22,7 +22,8 @@
  *     ./load --runs 1000000 [--seed 1] [--bytes 60]     prints how many files each check refused
  *     ./load tests/data/load/?*
  */
-#include "../kit.h"
+#include "../saved_files.h"
+#include "plain_program.h"
 
 enum {
     LAYERS = 2,
@@ -36,14 +37,11 @@ enum {
     MAX_SECTIONS = 32,
     MAX_RECORDS = 64,
     KINDS = 7, /* of sections: head, model, tokens, tables, records, lists, states */
-    RECORDS = 4,
-    LISTS = 5,
     LIST = 48, /* bytes of the head of a list, of an entry, token_meta, scores, the header of a block */
     ENTRY = 48,
     META = 168,
     SCORES = 256,
-    HEADER = 24,
-    END = 40
+    HEADER = 24
 };
 
 /* >>input */
@@ -57,53 +55,6 @@ static int next_byte(void) {
 }
 
 static int next_below(int n) { return n <= 256 ? next_byte() % n : (next_byte() * 256 + next_byte()) % n; }
-
-/* >>bytes of a file */
-static uint32_t get32(const uint8_t *p) {
-    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-}
-
-static uint64_t get64(const uint8_t *p) { return get32(p) | (uint64_t)get32(p + 4) << 32; }
-
-static void put32(uint8_t *p, uint32_t x) {
-    int i;
-    for (i = 0; i < 4; i++) p[i] = (uint8_t)(x >> 8 * i & 255u);
-}
-
-static void put64(uint8_t *p, uint64_t x) {
-    put32(p, (uint32_t)x);
-    put32(p + 4, (uint32_t)(x >> 32));
-}
-
-#define PRIME_1 0x9e3779b185ebca87u
-#define PRIME_2 0xc2b2ae3d27d4eb4fu
-#define PRIME_3 0x165667b19e3779f9u
-#define PRIME_4 0x85ebca77c2b2ae63u
-#define PRIME_5 0x27d4eb2f165667c5u
-
-static uint64_t rotate_left(uint64_t x, int n) { return x << n | x >> (64 - n); }
-
-/* XXH64 with seed 0. */
-static uint64_t xxh64_of(const uint8_t *p, size_t n) {
-    uint64_t lane[4] = {PRIME_1 + PRIME_2, PRIME_2, 0, 0 - PRIME_1}, h = PRIME_5;
-    const size_t size = n;
-    int i;
-    for (; n >= 32; n -= 32)
-        for (i = 0; i < 4; i++, p += 8) lane[i] = rotate_left(lane[i] + get64(p) * PRIME_2, 31) * PRIME_1;
-    if (size >= 32) {
-        h = rotate_left(lane[0], 1) + rotate_left(lane[1], 7) + rotate_left(lane[2], 12) +
-            rotate_left(lane[3], 18);
-        for (i = 0; i < 4; i++) h = (h ^ rotate_left(lane[i] * PRIME_2, 31) * PRIME_1) * PRIME_1 + PRIME_4;
-    }
-    h += size;
-    for (; n >= 8; n -= 8, p += 8)
-        h = rotate_left(h ^ rotate_left(get64(p) * PRIME_2, 31) * PRIME_1, 27) * PRIME_1 + PRIME_4;
-    for (; n >= 4; n -= 4, p += 4) h = rotate_left(h ^ get32(p) * PRIME_1, 23) * PRIME_2 + PRIME_3;
-    for (; n > 0; n--, p++) h = rotate_left(h ^ *p * PRIME_5, 11) * PRIME_1;
-    h = (h ^ h >> 33) * PRIME_2;
-    h = (h ^ h >> 29) * PRIME_3;
-    return h ^ h >> 32;
-}
 
 static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -126,7 +77,6 @@ static uint8_t *file; /* in file_room, at a multiple of 64: it may be attached *
 static float k_in[CHUNK * DIM], v_in[CHUNK * DIM], k_out[1024 * DIM], v_out[1024 * DIM];
 static counting_allocator memories[N_FILES + 1],
     *memory = &memories[N_FILES]; /* of idle caches; of the present one */
-static const char model_name[] = "a model";
 
 /* The config that saved file i, which is also the one that loads it. */
 static tkv_config config_of(int i) {
@@ -192,9 +142,8 @@ static void make_file(int i, int twin) {
     static const int tokens[5] = {1, -2, 3, 4, 5};
     tkv_config cfg = config_of(i);
     tkv_cache *kv;
-    tkv_save_params save;
+    tkv_save_params save = save_params(0);
     int n;
-    memset(&save, 0, sizeof save);
     cfg.host.allocator = counting_allocator_of(memory);
     kv = create_cache(&cfg);
     for (n = 0; n < (i ? 6 : 3); n++) { /* tables are learned from 256 tokens on */
@@ -205,8 +154,6 @@ static void make_file(int i, int twin) {
     if (i == 13) CHECK_EQ(tkv_seq_set_sinks(kv, 0, 350, 1, 1), TKV_OK);
     if (i % 7) CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
     save.seq = change_sequence(kv, i);
-    save.model = model_name;
-    save.model_bytes = sizeof model_name;
     save.tokens = tokens;
     save.n_tokens = i % 6;
     save.with_scores = i % 2;
@@ -214,17 +161,13 @@ static void make_file(int i, int twin) {
     tkv_destroy(kv);
 }
 
-/* The index entry of a section; NULL: there is none. */
-static const uint8_t *find_in_index(const saved *f, uint32_t kind, uint32_t layer) {
-    const uint8_t *e = f->bytes + get64(f->bytes + f->n - END);
-    for (; e + 32 <= f->bytes + f->n - END; e += 32)
-        if (get32(e) == kind && get32(e + 4) == layer) return e;
-    return NULL;
+static const uint8_t *find_in_file(const saved *f, uint32_t kind, uint32_t layer) {
+    return find_in_index(f->bytes, f->n, kind, layer);
 }
 
 /* Finds the records of a layer by their checksums. They begin at multiples of 64. */
 static void find_records(saved *f, uint32_t layer) {
-    const uint8_t *e = find_in_index(f, RECORDS, layer);
+    const uint8_t *e = find_in_file(f, SAVED_RECORDS, layer);
     const size_t from = e ? (size_t)get64(e + 8) : 0, n = e ? (size_t)get64(e + 16) : 0;
     size_t at = 0, bytes;
     while (at < n) {
@@ -287,7 +230,7 @@ static void add_list(const saved *f, const uint8_t *e) {
     const size_t n_meta = (size_t)get64(e + 16) - (size_t)(meta - list);
     uint32_t i, k, stride, n_headers = get32(list + 44);
     size_t n = LIST;
-    records = find_in_index(f, RECORDS, get32(e + 4));
+    records = find_in_file(f, SAVED_RECORDS, get32(e + 4));
     memcpy(bytes, list, LIST);
     put32(bytes + 40, get32(list));
     put32(bytes + 44, get32(list + 36));
@@ -314,7 +257,7 @@ static void add_list(const saved *f, const uint8_t *e) {
         }
     }
     memcpy(bytes + n, meta, n_meta);
-    (void)add_section(LISTS, get32(e + 4), bytes, n + n_meta);
+    (void)add_section(SAVED_LISTS, get32(e + 4), bytes, n + n_meta);
 }
 
 static const saved *opened;
@@ -324,8 +267,8 @@ static void open_file(const saved *f) {
     n_sections = 0;
     n_section_bytes = 0;
     opened = f;
-    for (e = f->bytes + get64(f->bytes + f->n - END); e + 32 <= f->bytes + f->n - END; e += 32)
-        if (get32(e) == LISTS) add_list(f, e);
+    for (e = f->bytes + get64(f->bytes + f->n - SAVED_END); e + 32 <= f->bytes + f->n - SAVED_END; e += 32)
+        if (get32(e) == SAVED_LISTS) add_list(f, e);
         else (void)add_section(get32(e), get32(e + 4), f->bytes + get64(e + 8), (size_t)get64(e + 16));
 }
 
@@ -353,7 +296,7 @@ static size_t meta_at(const section *list) { return block_at(list, n_blocks_of(l
 
 /* Repairs the checksums of the records of a layer, which begin at `at` of `file`, and what its list says of them. */
 static void repair_records(const section *s, size_t at, size_t list_at) {
-    const section *list = find_section(LISTS, (int)s->layer);
+    const section *list = find_section(SAVED_LISTS, (int)s->layer);
     size_t i;
     for (i = 0; opened && i < (size_t)opened->n_records; i++) {
         const saved_record *r = &opened->records[i];
@@ -370,8 +313,8 @@ static size_t write_file(void) {
     static size_t place[MAX_SECTIONS];
     size_t at = 0, index, i, j, end;
     for (i = 0; i < (size_t)n_sections; i++) at = round_up(at, 64) + sections[i].n;
-    end = round_up(at + (size_t)n_sections * 32 + END, 64);
-    index = end - END - (size_t)n_sections * 32;
+    end = round_up(at + (size_t)n_sections * 32 + SAVED_END, 64);
+    index = end - SAVED_END - (size_t)n_sections * 32;
     if (end > FILE_BYTES) return 0;
     memset(file, 0, end);
     if (n_sections && sections[0].n >= 16) put64(sections[0].at + 8, end);
@@ -381,8 +324,8 @@ static size_t write_file(void) {
         at += sections[i].n;
     }
     for (i = 0; i < (size_t)n_sections; i++)
-        for (j = 0; j < (size_t)n_sections && sections[i].kind == RECORDS; j++)
-            if (&sections[j] == find_section(LISTS, (int)sections[i].layer))
+        for (j = 0; j < (size_t)n_sections && sections[i].kind == SAVED_RECORDS; j++)
+            if (&sections[j] == find_section(SAVED_LISTS, (int)sections[i].layer))
                 repair_records(&sections[i], place[i], place[j]);
     for (i = 0; i < (size_t)n_sections; i++) {
         const section *s = &sections[i];
@@ -391,30 +334,14 @@ static size_t write_file(void) {
         put32(e + 4, s->layer);
         put64(e + 8, place[i]);
         put64(e + 16, s->n);
-        put64(e + 24, s->kind == RECORDS ? 0 : xxh64_of(file + place[i], s->n));
+        put64(e + 24, s->kind == SAVED_RECORDS ? 0 : xxh64_of(file + place[i], s->n));
     }
-    put64(file + end - END, index);
-    put32(file + end - END + 16, (uint32_t)n_sections);
-    put32(file + end - END + 20, get32(file + 4));
-    put64(file + end - END + 24, xxh64_of(file + index, end - 16 - index));
+    put64(file + end - SAVED_END, index);
+    put32(file + end - SAVED_END + 16, (uint32_t)n_sections);
+    put32(file + end - SAVED_END + 20, get32(file + 4));
+    put64(file + end - SAVED_END + 24, xxh64_of(file + index, end - 16 - index));
     memcpy(file + end - 8, "TKVSEND", 8);
     return end;
-}
-
-/* Repairs the checksums of a file that was changed as a whole, as far as its index is readable. */
-static void repair_checksums(uint8_t *at, size_t n) {
-    uint64_t index, count, i;
-    if (n < 96) return;
-    index = get64(at + n - END);
-    count = get32(at + n - END + 16);
-    if (index > n - END || count > (n - END - index) / 32) return;
-    for (i = 0; i < count; i++) {
-        uint8_t *e = at + index + 32 * i;
-        const uint64_t from = get64(e + 8), bytes = get64(e + 16);
-        if (from <= index && bytes <= index - from)
-            put64(e + 24, get32(e) == RECORDS ? 0 : xxh64_of(at + from, (size_t)bytes));
-    }
-    put64(at + n - 16, xxh64_of(at + index, n - 16 - (size_t)index));
 }
 
 /* Makes n bytes at `at` of a section `to` bytes long. New ones are zero. Returns 0 without room. */
@@ -470,7 +397,7 @@ static record make_record(section *s, size_t at, const field *fields, int n_fiel
 /* A record of a kind that the input chooses. s NULL: there is none. */
 static record choose_record(void) {
     const int what = next_byte() % 16, layer = next_byte() % LAYERS, i = next_byte();
-    section *list = find_section(LISTS, layer), *s;
+    section *list = find_section(SAVED_LISTS, layer), *s;
     const size_t n = n_entries(list), n_blocks = n_blocks_of(list);
     if (what < 3 && list) return make_record(list, 0, list_fields, COUNT(list_fields));
     if (what < 8 && n)
@@ -555,7 +482,7 @@ static void change_byte(void) {
 /* >>changes of whole parts */
 /* Repeats entry i of a layer with its meta and block, or drops it. Both blocks then have one record. */
 static void repeat_or_drop_entry(int is_drop) {
-    section *list = find_section(LISTS, next_byte() % LAYERS);
+    section *list = find_section(SAVED_LISTS, next_byte() % LAYERS);
     const size_t n = n_entries(list), i = n ? (size_t)next_byte() % n : 0, add = is_drop ? 0 : 2;
     size_t k;
     if (!n || n_blocks_of(list) != n) return; /* an entry shares a block */
@@ -585,7 +512,7 @@ static void repeat_or_drop_entry(int is_drop) {
 
 /* Makes one run of two entries or blocks, or gives a run a length. */
 static void join_runs(void) {
-    section *list = find_section(LISTS, next_byte() % LAYERS);
+    section *list = find_section(SAVED_LISTS, next_byte() % LAYERS);
     const size_t n = n_entries(list), n_blocks = n_blocks_of(list), i = (size_t)next_byte();
     const int how = next_byte();
     uint8_t *at;
@@ -610,7 +537,7 @@ static void join_runs(void) {
 
 /* Exchanges two entries of a layer, or gives one the numbers of the other; positions may stay. */
 static void mix_entries(void) {
-    section *list = find_section(LISTS, next_byte() % LAYERS);
+    section *list = find_section(SAVED_LISTS, next_byte() % LAYERS);
     const size_t n = n_entries(list);
     uint8_t *a, *b, was[ENTRY];
     int how;
@@ -627,7 +554,7 @@ static void mix_entries(void) {
 /* Other lengths of the tiers, with entries and, if the input says so, blocks that have these tiers. */
 static void move_tiers(void) {
     const int layer = next_byte() % LAYERS;
-    section *list = find_section(LISTS, layer);
+    section *list = find_section(SAVED_LISTS, layer);
     const size_t n = n_entries(list);
     const int with_blocks = next_byte() % 4 == 0;
     size_t i, sinks, archive, warm;
@@ -650,7 +577,7 @@ static void move_tiers(void) {
 
 /* Adds a number to the starts of entries from one on, and to the length. */
 static void move_starts(void) {
-    section *list = find_section(LISTS, next_byte() % LAYERS);
+    section *list = find_section(SAVED_LISTS, next_byte() % LAYERS);
     const size_t n = n_entries(list);
     size_t i, from;
     const uint32_t by = (uint32_t)(next_byte() - 128) * (next_byte() % 4 ? 1u : 64u);
@@ -663,7 +590,7 @@ static void move_starts(void) {
 
 /* Makes entry i a list of indices of `n_packed` tokens, or ends it at a slot. */
 static void pack_entry(void) {
-    section *list = find_section(LISTS, next_byte() % LAYERS);
+    section *list = find_section(SAVED_LISTS, next_byte() % LAYERS);
     const size_t n = n_entries(list), i = n ? (size_t)next_byte() % n : 0;
     const int count = next_byte() % 65, how = next_byte();
     uint8_t *e, *m;
@@ -709,7 +636,7 @@ static void change_sections(void) {
         sections[i].at = sections[j].at, sections[i].n = sections[j].n, sections[i].room = sections[j].room;
         sections[j].at = was.at, sections[j].n = was.n, sections[j].room = was.room;
     } else {
-        const uint8_t *e = find_in_index(from, was.kind, was.layer);
+        const uint8_t *e = find_in_file(from, was.kind, was.layer);
         if (e && get64(e + 16) <= was.room) {
             memcpy(was.at, from->bytes + get64(e + 8), (size_t)get64(e + 16));
             sections[i].n = (size_t)get64(e + 16);
@@ -722,7 +649,7 @@ static void add_table(int number) {
     const int layer = next_byte() % LAYERS, twin = next_byte() % TWINS;
     section *s = find_section(3, layer);
     const saved *from = &files[number][twin];
-    const uint8_t *e = find_in_index(from, 3, (uint32_t)layer);
+    const uint8_t *e = find_in_file(from, 3, (uint32_t)layer);
     size_t n, at;
     const uint32_t version = (uint32_t)(next_byte() % 4);
     if (!s || s->n < 16) return;
@@ -740,7 +667,7 @@ static void add_table(int number) {
 static void change_versions(void) {
     const int layer = next_byte() % LAYERS, version = next_byte() % 4, from = next_byte(),
               step = 1 + next_byte() % 3;
-    section *list = find_section(LISTS, layer);
+    section *list = find_section(SAVED_LISTS, layer);
     size_t i;
     for (i = (size_t)from % 8; i < n_blocks_of(list); i += (size_t)step)
         if (list->at[block_at(list, i) + 4] != 255) list->at[block_at(list, i) + 4] = (uint8_t)version;
@@ -776,15 +703,6 @@ static answers ask(tkv_cache *kv, int seq) {
     return a;
 }
 
-static tkv_load_params load_params(int seq) {
-    tkv_load_params p;
-    memset(&p, 0, sizeof p);
-    p.seq = seq;
-    p.model = model_name;
-    p.model_bytes = sizeof model_name;
-    return p;
-}
-
 static size_t held_bytes(const tkv_cache *kv) {
     tkv_memory_info m;
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
@@ -814,15 +732,12 @@ static void count_refusal(const char *sentence) {
 
 /* Saves what was loaded, loads that, and compares. may_fail: bytes or tokens of the cache have a limit. */
 static void save_again(tkv_cache *kv, int may_fail, int is_attached) {
-    tkv_save_params save;
+    tkv_save_params save = save_params(0);
     const tkv_load_params load = load_params(SEQS - 1);
     const answers before = ask(kv, 0);
     answers after;
     size_t n = 0, n_2 = 0;
     tkv_status st;
-    memset(&save, 0, sizeof save);
-    save.model = model_name;
-    save.model_bytes = sizeof model_name;
     save.with_scores = 1;
     st = tkv_seq_save(kv, &save, again, sizeof again, &n);
     CHECK(st == TKV_OK || (may_fail && (st == TKV_ERR_NOMEM || st == TKV_ERR_BUDGET)) || n > sizeof again ||
@@ -972,7 +887,7 @@ static int has_tables(int number) {
     const saved *f = &files[number][0];
     int layer;
     for (layer = 0; layer < LAYERS; layer++) {
-        const uint8_t *e = find_in_index(f, 3, (uint32_t)layer);
+        const uint8_t *e = find_in_file(f, 3, (uint32_t)layer);
         if (e && get32(f->bytes + get64(e + 8)) != 0) return 1;
     }
     return 0;
@@ -1020,7 +935,7 @@ static void run_input(void) {
     if (kind >= 252) {
         n = n_in < FILE_BYTES ? n_in : (size_t)FILE_BYTES;
         for (i = 0; i < n; i++) file[i] = (uint8_t)next_byte();
-        if (kind % 2) repair_checksums(file, n);
+        if (kind % 2) repair_index(file, n);
         run_load(number, &s, n);
         return;
     }
@@ -1032,18 +947,10 @@ static void run_input(void) {
     if (n && kind % 16 == 15 && n_in > 2) { /* the index too */
         i = n - 1 - (size_t)next_below(400);
         if (i < n) file[i] = (uint8_t)next_byte();
-        repair_checksums(file, n);
+        repair_index(file, n);
     }
     if (n) run_load(number, &s, n);
 }
-
-#ifdef __cplusplus
-extern "C"
-#endif
-    int
-    LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
-static char run_name[300]; /* how a plain program runs this input again */
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     make_files();
@@ -1058,43 +965,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 }
 
 #ifdef TKV_FUZZ_MAIN
-/* Runs a random input. */
-static void run_random(int seed, int n_bytes) {
-    static uint8_t bytes[1 << 16];
+static int make_random(int seed, int n_bytes, uint8_t *bytes) {
     tkv_rng rng = tkv_rng_seed((uint64_t)seed);
-    const int n = 3 + tkv_rng_below(&rng, n_bytes);
+    const int n = 3 + tkv_rng_below(&rng, n_bytes < 1 || n_bytes > 60000 ? 60 : n_bytes);
     int i;
     for (i = 0; i < n; i += 8) put64(bytes + i, tkv_rng_u64(&rng));
-    sprintf(run_name, "--runs 1 --seed %d --bytes %d", seed, n_bytes);
-    (void)LLVMFuzzerTestOneInput(bytes, (size_t)n);
-}
-
-static int run_file(const char *name) {
-    static uint8_t bytes[1 << 20];
-    FILE *f = fopen(name, "rb");
-    size_t n;
-    if (!f) {
-        fprintf(stderr, "load: cannot read %s; give files, or --runs N\n", name);
-        return 1;
-    }
-    n = fread(bytes, 1, sizeof bytes, f);
-    fclose(f);
-    sprintf(run_name, "%.290s", name);
-    (void)LLVMFuzzerTestOneInput(bytes, n);
-    return 0;
+    return n;
 }
 
 int main(int argc, char **argv) {
-    int runs = argc > 1 ? 0 : 1000, seed = 1, n_bytes = 60, i, status = 0;
-    for (i = 1; i < argc && !status; i++) {
-        const int has_value = i + 1 < argc;
-        if (strcmp(argv[i], "--runs") == 0 && has_value) runs = atoi(argv[++i]);
-        else if (strcmp(argv[i], "--seed") == 0 && has_value) seed = atoi(argv[++i]);
-        else if (strcmp(argv[i], "--bytes") == 0 && has_value) n_bytes = atoi(argv[++i]);
-        else status = run_file(argv[i]);
-    }
-    if (n_bytes < 1 || n_bytes > 60000) n_bytes = 60;
-    for (i = 0; i < runs; i++) run_random(seed + i, n_bytes);
+    int n_runs, i;
+    const int status = run_inputs(argc, argv, "load", make_random, 60, 0, &n_runs);
     printf("%ld files loaded, %ld refused, of them %ld after all numbers were checked\n", n_loaded, n_refused,
            n_verified);
     for (i = 0; i < COUNT(refusals) && refusals[i].n; i++)

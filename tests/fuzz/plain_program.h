@@ -1,0 +1,63 @@
+/*
+ * plain_program.h - a fuzz target as a plain program: random inputs, or files of inputs.
+ *
+ *     ./TARGET --runs N [--seed 1] [--bytes N]     N random inputs
+ *     ./TARGET FILE ...
+ */
+#ifndef TKV_PLAIN_PROGRAM_H
+#define TKV_PLAIN_PROGRAM_H
+
+#include "../kit.h"
+
+static char run_name[300]; /* how a plain program runs this input again; empty in a fuzzer */
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    int
+    LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+#ifdef TKV_FUZZ_MAIN
+/* Writes a random input of about n_bytes. Returns its bytes, at most 65,536. */
+typedef int (*random_input)(int seed, int n_bytes, uint8_t *bytes);
+
+static int run_file(const char *target, const char *name) {
+    static uint8_t bytes[1 << 20];
+    FILE *f = fopen(name, "rb");
+    size_t n;
+    if (!f) {
+        fprintf(stderr, "%s: cannot read %s; give files, or --runs N\n", target, name);
+        return 1;
+    }
+    n = fread(bytes, 1, sizeof bytes, f);
+    fclose(f);
+    sprintf(run_name, "%.290s", name);
+    (void)LLVMFuzzerTestOneInput(bytes, n);
+    return 0;
+}
+
+/* Runs the files and the random inputs that the arguments name: without arguments 1,000 of about n_bytes. logs_seeds:
+ * prints each seed. *n_runs: random inputs. Returns the status of the program. */
+static int run_inputs(int argc, char **argv, const char *target, random_input make, int n_bytes,
+                      int logs_seeds, int *n_runs) {
+    static uint8_t bytes[1 << 16];
+    int first = 1, i, status = 0;
+    *n_runs = argc > 1 ? 0 : 1000;
+    for (i = 1; i < argc && !status; i++) {
+        const int has_value = i + 1 < argc;
+        if (strcmp(argv[i], "--runs") == 0 && has_value) *n_runs = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--seed") == 0 && has_value) first = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--bytes") == 0 && has_value) n_bytes = atoi(argv[++i]);
+        else status = run_file(target, argv[i]);
+    }
+    for (i = 0; i < *n_runs; i++) {
+        const int seed = first + i, n = make(seed, n_bytes, bytes);
+        if (logs_seeds) fprintf(stderr, "seed %d\n", seed);
+        sprintf(run_name, "--runs 1 --seed %d --bytes %d", seed, n_bytes);
+        (void)LLVMFuzzerTestOneInput(bytes, (size_t)n);
+    }
+    return status;
+}
+#endif
+
+#endif /* TKV_PLAIN_PROGRAM_H */
