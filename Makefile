@@ -80,7 +80,7 @@ FUZZ_CC ?= clang
 FUZZ_SECONDS ?= 60
 TARGET ?= api_calls
 
-build/fuzz/%: tests/fuzz/%.c $(HEADERS)
+build/fuzz/%: tests/fuzz/%.c $(HEADERS) $(wildcard tests/fuzz/*.h)
 	@mkdir -p $(@D)
 	$(FUZZ_CC) -g -O1 -DTKV_NO_SIMD -include assert.h -DTKV_ASSERT=assert -fsanitize=fuzzer,address,undefined \
 	    -fno-sanitize-recover=all $< examples/tieredkv.c -o $@ $(LDLIBS)

@@ -696,10 +696,15 @@ static tkv_status tkvi_place_states(tkvi_loader *l) {
     return st;
 }
 
-/* Token i of the caller's. */
-static int tkvi_saved_token(const tkvi_loader *l, int i) {
-    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
-    return tkvi_saved_int(s.at + 4 * (size_t)(i % TKVI_SAVED_TOKENS_AT_ONCE));
+/* Copies the caller's tokens, if they are asked for. */
+static void tkvi_take_tokens(const tkvi_loader *l) {
+    tkvi_section s = {NULL, 0};
+    int i;
+    for (i = 0; i < l->n_tokens && l->p->tokens; i++) {
+        const int within = i % TKVI_SAVED_TOKENS_AT_ONCE;
+        if (!within) s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
+        l->p->tokens[i] = tkvi_saved_int(s.at + 4 * (size_t)within);
+    }
 }
 
 static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
@@ -879,7 +884,6 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     tkvi_loader l;
     tkv_status st;
     uint8_t *taken = NULL;
-    int i;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
     st = tkvi_check_load(kv, p, bytes, size);
@@ -894,7 +898,7 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     st = tkvi_provide_file(&l);
     if (!st) st = tkvi_place_file(&l);
     if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
-    for (i = 0; i < l.n_tokens && p->tokens && !st; i++) p->tokens[i] = tkvi_saved_token(&l, i);
+    if (!st) tkvi_take_tokens(&l);
     tkvi_release_attached(&l, st); /* the caller may free the bytes now */
     tkvi_release_unused(kv, p->seq);
     tkvi_shrink_index(kv, p->seq);
