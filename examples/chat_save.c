@@ -14,7 +14,7 @@
  *
  * Random numbers depend on --seed and the length of the talk, so a restarted program answers like one that never
  * stopped, as long as no table is learned. A file has the tables of its blocks, but not the statistics for the next
- * ones. So a talk that is restarted before a layer has seen 256 tokens is not compressed. Give it --tables (calibrate).
+ * ones, so these may be others after a restart. A first table is learned from loaded tokens as from new ones.
  *
  * In this order: options, tokens, the file, talking, main.
  */

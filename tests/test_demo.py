@@ -29,19 +29,30 @@ def compile_example(name, place):
     return program
 
 
-class Recall(unittest.TestCase):
-    """A model of children's stories knows how "Once upon a" goes on, and nothing else."""
+class Example:
+    """A folder with compiled examples, for tests with a model that may be missing."""
+
+    MODEL = DEMO
 
     @classmethod
     def setUpClass(cls):
-        if not os.path.exists(STORIES):
-            raise unittest.SkipTest("no " + STORIES)
+        if not os.path.exists(cls.MODEL):
+            raise unittest.SkipTest("no " + cls.MODEL)
         cls.place = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.place.cleanup)
-        cls.program = compile_example("generate", cls.place.name)
+        for name in cls.PROGRAMS:
+            compile_example(name, cls.place.name)
+
+
+class Recall(Example, unittest.TestCase):
+    """A model of children's stories knows how "Once upon a" goes on, and nothing else."""
+
+    MODEL = STORIES
+    PROGRAMS = "generate",
 
     def generate(self, prompt, *args, status=0):
-        run = subprocess.run([self.program, STORIES, "-p", prompt, "-c", "512", "--seed", "3"] + list(args),
+        program = os.path.join(self.place.name, "generate")
+        run = subprocess.run([program, STORIES, "-p", prompt, "-c", "512", "--seed", "3"] + list(args),
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertEqual(run.returncode, status, run.stderr)
         return run.stdout.decode("utf-8", "replace"), run.stderr.decode()
@@ -80,17 +91,10 @@ class Recall(unittest.TestCase):
         self.assertIn('no line of the prompt begins with "The secret"', said)
 
 
-class Tables(unittest.TestCase):
+class Tables(Example, unittest.TestCase):
     """calibrate writes what generate loads."""
 
-    @classmethod
-    def setUpClass(cls):
-        if not os.path.exists(DEMO):
-            raise unittest.SkipTest("no " + DEMO)
-        cls.place = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.place.cleanup)
-        for name in ("calibrate", "generate"):
-            compile_example(name, cls.place.name)
+    PROGRAMS = "calibrate", "generate"
 
     def run_in_place(self, *args):
         return subprocess.run(["./" + args[0]] + list(args[1:]), cwd=self.place.name, stdout=subprocess.PIPE,
@@ -124,17 +128,10 @@ class Tables(unittest.TestCase):
         self.assertIn(b"no format that learns", run.stderr)
 
 
-class Latency(unittest.TestCase):
+class Latency(Example, unittest.TestCase):
     """generate and budget measure latency, and write it beside the cache's figures as Prometheus text."""
 
-    @classmethod
-    def setUpClass(cls):
-        if not os.path.exists(DEMO):
-            raise unittest.SkipTest("no " + DEMO)
-        cls.place = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.place.cleanup)
-        for name in ("generate", "budget"):
-            compile_example(name, cls.place.name)
+    PROGRAMS = "generate", "budget"
 
     LINE = (r"^  latency     first token after ([\d.]+) ms; between tokens P50 ([\d.]+), P95 ([\d.]+), "
             r"P99 ([\d.]+) ms \((\d+) times\)$")
@@ -212,16 +209,10 @@ class Latency(unittest.TestCase):
         self.assertIn("cannot write none/m.prom.new", said)
 
 
-class Thresholds(unittest.TestCase):
+class Thresholds(Example, unittest.TestCase):
     """generate keeps the plans of runs and their scores in a file, and begins with the plan that the file has."""
 
-    @classmethod
-    def setUpClass(cls):
-        if not os.path.exists(DEMO):
-            raise unittest.SkipTest("no " + DEMO)
-        cls.place = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.place.cleanup)
-        compile_example("generate", cls.place.name)
+    PROGRAMS = "generate",
 
     def generate(self, *args, model=DEMO, status=0, tokens="600", file="t.txt"):
         run = subprocess.run(["./generate", model, "-f", PROMPT, "-n", "2", "--raw", "-c", tokens, "--thresholds",

@@ -25,7 +25,7 @@
  * a wrong one and then sets call.is_hostile.
  */
 #include "../kit.h"
-#include "plain_program.h"
+#include "target.h"
 
 #include <limits.h>
 #include <math.h>
@@ -43,18 +43,6 @@ enum {
     MAX_BLOCKS = 96,
     ALLOCATED = 64 << 20 /* a cache that asks for more bytes is refused */
 };
-
-/* >>input */
-static const uint8_t *in_bytes;
-static size_t n_in;
-
-static int next_byte(void) {
-    if (!n_in) return 0;
-    n_in--;
-    return *in_bytes++;
-}
-
-static int next_below(int n) { return n <= 256 ? next_byte() % n : (next_byte() * 256 + next_byte()) % n; }
 
 /* The current call: what it may do, and what happened during it. */
 static struct {

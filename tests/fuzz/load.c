@@ -23,7 +23,7 @@
  *     ./load tests/data/load/?*
  */
 #include "../saved_files.h"
-#include "plain_program.h"
+#include "target.h"
 
 enum {
     LAYERS = 2,
@@ -43,18 +43,6 @@ enum {
     SCORES = 256,
     HEADER = 24
 };
-
-/* >>input */
-static const uint8_t *in_bytes;
-static size_t n_in;
-
-static int next_byte(void) {
-    if (!n_in) return 0;
-    n_in--;
-    return *in_bytes++;
-}
-
-static int next_below(int n) { return n <= 256 ? next_byte() % n : (next_byte() * 256 + next_byte()) % n; }
 
 static size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 

@@ -1,14 +1,27 @@
 /*
- * plain_program.h - a fuzz target as a plain program: random inputs, or files of inputs.
+ * target.h - what fuzz targets share: the input, and a main that makes a plain program of a target.
  *
  *     ./TARGET --runs N [--seed 1] [--bytes N]     N random inputs
  *     ./TARGET FILE ...
  */
-#ifndef TKV_PLAIN_PROGRAM_H
-#define TKV_PLAIN_PROGRAM_H
+#ifndef TKV_FUZZ_TARGET_H
+#define TKV_FUZZ_TARGET_H
 
 #include "../kit.h"
 
+/* >>input */
+static const uint8_t *in_bytes;
+static size_t n_in;
+
+static int next_byte(void) {
+    if (!n_in) return 0;
+    n_in--;
+    return *in_bytes++;
+}
+
+static int next_below(int n) { return n <= 256 ? next_byte() % n : (next_byte() * 256 + next_byte()) % n; }
+
+/* >>plain program */
 static char run_name[300]; /* how a plain program runs this input again; empty in a fuzzer */
 
 #ifdef __cplusplus
@@ -60,4 +73,4 @@ static int run_inputs(int argc, char **argv, const char *target, random_input ma
 }
 #endif
 
-#endif /* TKV_PLAIN_PROGRAM_H */
+#endif /* TKV_FUZZ_TARGET_H */
