@@ -1373,6 +1373,7 @@ extern "C" {
 #define TKV_ALL_LAYERS (-3) /* as a layer */
 #define TKV_NO_SEQ (-4)     /* as a sequence */
 #define TKV_NEVER (-5)      /* as a step: it has not happened */
+#define TKV_ALL_SEQS (-6)   /* as a sequence, of tkv_seq_save and tkv_seq_load: the whole cache */
 /* TKV_ZERO means the number 0 in a float field whose 0 means "default". Only fields whose comment names TKV_ZERO
  * accept it. It is a tiny negative number, recognised by its bits. A config text writes it as `zero`. */
 #define TKV_ZERO (-1e-30f)
@@ -29808,27 +29809,34 @@ static size_t tkvi_parts_bytes(const tkvi_geometry *g, int parts) {
 }
 
 /* >>saving */
+/* Writes a head of a version of the layer's table. Returns the end. */
+static uint8_t *tkvi_save_head(const tkv_cache *kv, int layer, int version, int head, uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+    int i;
+    tkvi_store16(at, (uint16_t)h->reach);
+    tkvi_store16(at + 2, (uint16_t)h->k_weight);
+    at[4] = (uint8_t)h->k_top;
+    at[5] = (uint8_t)h->v_top;
+    at += 6;
+    for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
+        const int channel = tkvi_order_at(h->order, g->k_pad, i);
+        at[0] = (uint8_t)(channel & 255);
+        if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
+    }
+    memcpy(at, h->importance, (size_t)g->head_dim);
+    at += g->head_dim;
+    for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+    return at;
+}
+
 /* Writes these parts of a version of the layer's table, as drawn above. Returns the end. */
 static uint8_t *tkvi_save_table(const tkv_cache *kv, int layer, int version, int parts, uint8_t *at) {
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     const tkvi_family *f = NULL;
-    int head, i;
-    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++) {
-        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-        tkvi_store16(at, (uint16_t)h->reach);
-        tkvi_store16(at + 2, (uint16_t)h->k_weight);
-        at[4] = (uint8_t)h->k_top;
-        at[5] = (uint8_t)h->v_top;
-        at += 6;
-        for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
-            const int channel = tkvi_order_at(h->order, g->k_pad, i);
-            at[0] = (uint8_t)(channel & 255);
-            if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
-        }
-        memcpy(at, h->importance, (size_t)g->head_dim);
-        at += g->head_dim;
-        for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
-    }
+    int head;
+    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++)
+        at = tkvi_save_head(kv, layer, version, head, at);
     while ((f = tkvi_next_family(parts, f)) != NULL) {
         const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
         f->save(&from, at);
@@ -43440,7 +43448,7 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
  *     | first save | what the second one changed | ... | what the last one changed |
  *
  *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores | u32 tokens of the caller's | zeros to 64
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *            u64 RoPE
@@ -43461,9 +43469,18 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
  *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
  *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
  *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
+ *
+ * A whole cache has records and lists of each sequence, numbered sequence * layers + layer, and states by sequence. Its
+ * runs are longer, since sequences share blocks, and since all that decides later bytes is saved:
+ *
+ *   entries  as above; the first entry with its block may be of an earlier sequence
+ *            u32 sequence of that first entry | u32 sequence and u32 index of the block's next holder | u32 is_first
+ *   blocks   as above | u16 layout | u16 previous layout | u16 slots that holders see | u16 0
+ *   state    bytes 2^63 + q, and none behind: it is shared with sequence q
  *
  * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
  */
@@ -43474,8 +43491,9 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 #define TKVI_SAVED_VERSION 1
 #define TKVI_SAVED_HEAD 64
 #define TKVI_SAVED_LIST 48
-#define TKVI_SAVED_ENTRIES 48
-#define TKVI_SAVED_BLOCKS 24
+#define TKVI_SAVED_ENTRIES 48 /* of a whole cache 16 more */
+#define TKVI_SAVED_BLOCKS 24  /* of a whole cache 8 more */
+#define TKVI_SAVED_RUN_MOST 64
 #define TKVI_SAVED_META 168
 #define TKVI_SAVED_SCORES (4 * TKVI_BLOCK)
 #define TKVI_SAVED_STATE 16
@@ -43483,8 +43501,9 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 #define TKVI_SAVED_END 40
 #define TKVI_SAVED_TOKENS_AT_ONCE 4096
 #define TKVI_NO_VERSION 255
+#define TKVI_SHARED_STATE ((uint64_t)1 << 63)
 
-enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2 };
+enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2, TKVI_SAVED_IS_CACHE = 4 };
 
 typedef enum tkvi_saved_kind {
     TKVI_SAVED_HEAD_KIND,
@@ -43494,11 +43513,16 @@ typedef enum tkvi_saved_kind {
     TKVI_SAVED_RECORDS,
     TKVI_SAVED_LISTS,
     TKVI_SAVED_STATES,
+    TKVI_SAVED_CACHE,
     TKVI_SAVED_KINDS
 } tkvi_saved_kind;
 
 /* 1 if sections of this kind exist once for each layer with blocks of its own. */
 static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_LISTS; }
+
+/* Bytes of a run of entries, and of a run of blocks. */
+static size_t tkvi_entry_run_bytes(int is_cache) { return TKVI_SAVED_ENTRIES + (is_cache ? 16u : 0u); }
+static size_t tkvi_block_run_bytes(int is_cache) { return TKVI_SAVED_BLOCKS + (is_cache ? 8u : 0u); }
 
 static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
 
@@ -43654,25 +43678,31 @@ typedef struct tkvi_saved_list {
     size_t meta_bytes;                      /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
         n_block_runs;
-    int run; /* of the entry that was read last */
+    int run;      /* of the entry that was read last */
+    int is_cache; /* 1: of a whole cache */
+    int seq;      /* of a whole cache: its sequence; else 0 */
 } tkvi_saved_list;
 
 static const uint8_t *tkvi_saved_entries(const tkvi_saved_list *list, int run) {
-    return list->entries + (size_t)run * TKVI_SAVED_ENTRIES;
+    return list->entries + (size_t)run * tkvi_entry_run_bytes(list->is_cache);
 }
 
 static const uint8_t *tkvi_saved_blocks(const tkvi_saved_list *list, int run) {
-    return list->blocks + (size_t)run * TKVI_SAVED_BLOCKS;
+    return list->blocks + (size_t)run * tkvi_block_run_bytes(list->is_cache);
 }
 
 static int tkvi_saved_repeat(const uint8_t *run_of_blocks) { return tkvi_saved_int(run_of_blocks + 12); }
 
-/* Reads a section of a list. flags: of the head. Returns NULL, or what is wrong. */
-static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_list *out) {
+/* Reads a section of a list. flags: of the head. seq: its sequence in a whole cache. Returns NULL, or what is wrong. */
+static const char *tkvi_open_saved_list(tkvi_section s, int flags, int seq, tkvi_saved_list *out) {
+    const int is_cache = (flags & TKVI_SAVED_IS_CACHE) != 0;
+    const size_t entry_bytes = tkvi_entry_run_bytes(is_cache), block_bytes = tkvi_block_run_bytes(is_cache);
     int field[12], i, at;
     size_t bytes;
     int64_t n;
     memset(out, 0, sizeof *out);
+    out->is_cache = is_cache;
+    out->seq = is_cache ? seq : 0;
     if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
     for (i = 0; i < 12; i++) {
         field[i] = tkvi_saved_int(s.at + 4 * i);
@@ -43691,19 +43721,19 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_li
     out->n_entry_runs = field[10];
     out->n_block_runs = field[11];
     bytes = s.n - TKVI_SAVED_LIST;
-    if (bytes / TKVI_SAVED_ENTRIES < (size_t)out->n_entry_runs)
+    if (bytes / entry_bytes < (size_t)out->n_entry_runs)
         return "the list has another size than its entries, layer";
-    bytes -= (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
-    if (bytes / TKVI_SAVED_BLOCKS < (size_t)out->n_block_runs)
+    bytes -= (size_t)out->n_entry_runs * entry_bytes;
+    if (bytes / block_bytes < (size_t)out->n_block_runs)
         return "the list has another size than its blocks, layer";
-    bytes -= (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS;
+    bytes -= (size_t)out->n_block_runs * block_bytes;
     if (flags & TKVI_SAVED_HAS_META)
         out->meta_bytes = TKVI_SAVED_META + (flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
     if (out->meta_bytes ? bytes % out->meta_bytes || bytes / out->meta_bytes != (size_t)out->n : bytes != 0)
         return "the list has another size than its entries, layer";
     out->entries = s.at + TKVI_SAVED_LIST;
-    out->blocks = out->entries + (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
-    out->meta = out->meta_bytes ? out->blocks + (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS : NULL;
+    out->blocks = out->entries + (size_t)out->n_entry_runs * entry_bytes;
+    out->meta = out->meta_bytes ? out->blocks + (size_t)out->n_block_runs * block_bytes : NULL;
     for (i = 0, n = 0; i < out->n_entry_runs; i++) {
         at = tkvi_saved_int(tkvi_saved_entries(out, i) + 12);
         if (tkvi_saved_int(tkvi_saved_entries(out, i)) != n || at < 1 || (n += at) > out->n)
@@ -43741,15 +43771,41 @@ static int64_t tkvi_saved_start(tkvi_saved_list *list, int i) {
     return (int64_t)tkvi_saved_int(at + 8) + (int64_t)at[29] * (i - tkvi_saved_int(at));
 }
 
-/* Reads an entry. *first: the first entry with its block. */
-static tkvi_entry tkvi_read_entry(tkvi_saved_list *list, int i, int *first) {
+/* An entry of a file: its sequence, 0 unless the file is a whole cache, and its index in the list. */
+typedef struct tkvi_saved_holder {
+    int seq, i;
+} tkvi_saved_holder;
+
+static int tkvi_is_same_holder(const tkvi_saved_holder *a, const tkvi_saved_holder *b) {
+    return a->seq == b->seq && a->i == b->i;
+}
+
+/* The holder that a run names for entry `behind` of it. i -1: no list has such an entry. */
+static tkvi_saved_holder tkvi_saved_holder_at(const uint8_t *seq, const uint8_t *first, int behind) {
+    const int64_t i = (int64_t)tkvi_saved_int(first) + behind;
+    tkvi_saved_holder h;
+    h.seq = seq ? tkvi_saved_int(seq) : 0;
+    h.i = i < 0 || i > TKVI_FOREVER ? -1 : (int)i;
+    return h;
+}
+
+/* The next holder of the block of entry i, in a whole cache. */
+static tkvi_saved_holder tkvi_saved_next_holder(tkvi_saved_list *list, int i) {
     const uint8_t *at = tkvi_run_of_entry(list, i);
-    const int behind = i - tkvi_saved_int(at);
+    return tkvi_saved_holder_at(at + 52, at + 56, i - tkvi_saved_int(at));
+}
+
+static int tkvi_is_own_block(const tkvi_saved_list *list, int i, const tkvi_saved_holder *first) {
+    return first->seq == list->seq && first->i == i;
+}
+
+/* Reads an entry. *first: the first entry with its block. */
+static tkvi_entry tkvi_read_entry(tkvi_saved_list *list, int i, tkvi_saved_holder *first) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
     const int64_t start = tkvi_saved_start(list, i);
     tkvi_entry e;
     memset(&e, 0, sizeof e);
-    *first =
-        (int)((int64_t)tkvi_saved_int(at + 4) + behind > TKVI_FOREVER ? -1 : tkvi_saved_int(at + 4) + behind);
+    *first = tkvi_saved_holder_at(list->is_cache ? at + 48 : NULL, at + 4, i - tkvi_saved_int(at));
     e.start = start < 0 || start > TKVI_FOREVER ? -1 : (int)start;
     e.shift = tkvi_saved_int(at + 16);
     e.turned = tkvi_saved_int(at + 20);
@@ -43796,25 +43852,27 @@ static uint64_t tkvi_saved_record_at(const tkvi_block_cursor *c, int k, const tk
 
 /* Entries that differ only in their starts: of one run, with own blocks of one run. Or one with an earlier block. */
 typedef struct tkvi_saved_group {
-    tkvi_entry e;        /* the first one */
-    int i, n;            /* its index; entries */
-    int first;           /* the first entry with its block: i, or less, and then n is 1 */
-    int step;            /* tokens between starts */
-    tkvi_block_cursor c; /* if first is i, at the block of the first one */
+    tkvi_entry e;            /* the first one */
+    int i, n;                /* its index; entries */
+    tkvi_saved_holder first; /* the first entry with its block: i, or an earlier one, and then n is 1 */
+    int is_own;              /* 1: it is i */
+    int step;                /* tokens between starts */
+    tkvi_block_cursor c;     /* if is_own, at the block of the first one */
 } tkvi_saved_group;
 
 /* Goes to the next group of a list. g begins as zeros. Returns 0 behind the last one. No group has other entries and
  * the two newest ones, which stay in RAM. */
 static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     const uint8_t *at;
-    if (g->n && g->first == g->i) g->c.within += g->n - 1;
+    if (g->n && g->is_own) g->c.within += g->n - 1;
     g->i += g->n;
     if (g->i >= list->n) return 0;
     at = tkvi_run_of_entry(list, g->i);
     g->e = tkvi_read_entry(list, g->i, &g->first);
     g->step = at[29];
     g->n = 1;
-    if (g->first != g->i) return 1;
+    g->is_own = tkvi_is_own_block(list, g->i, &g->first);
+    if (!g->is_own) return 1;
     tkvi_next_saved_block(list, &g->c);
     g->n = tkvi_min(tkvi_saved_int(at) + tkvi_saved_int(at + 12) - g->i,
                     tkvi_saved_repeat(g->c.run) - g->c.within);
@@ -43822,17 +43880,21 @@ static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     return 1;
 }
 
-/* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. */
-static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run) {
+/* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. is_cache: the run names
+ * its layout. */
+static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run, int is_cache) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    const int has_version = run[4] != TKVI_NO_VERSION,
+              named = is_cache ? tkvi_load16(run + 24) - (has_version ? run[4] : 0) : -1;
     int i, tier;
-    if (run[4] != TKVI_NO_VERSION) {
+    if (has_version) {
         for (i = 0; i < kv->tables.n_levels; i++)
             for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
                 const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
                 if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)run[0] &&
-                    c->pair.v == (tkv_format)run[1] && c->tokens == run[2])
+                    c->pair.v == (tkv_format)run[1] && c->tokens == run[2] &&
+                    (!is_cache || specs[i].layout[tier] == named))
                     return specs[i].layout[tier];
             }
         return -1;
@@ -43840,9 +43902,9 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
     for (i = 0; i < kv->tables.n_keys; i++) {
         const tkvi_layout *c = &kv->tables.layout[i];
         const tkvi_side *k = &c->record[0].k;
-        if (c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] && c->tokens == run[2] &&
-            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
-            c->record[0].v.dim == p->geometry.v_head_dim &&
+        if ((!is_cache || i == named) && c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] &&
+            c->tokens == run[2] && c->n_kv_heads == p->geometry.n_kv_heads &&
+            k->dim == p->geometry.head_dim && c->record[0].v.dim == p->geometry.v_head_dim &&
             tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
             !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
             return i;
@@ -43851,10 +43913,475 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
 }
 
 #endif /* TKVI_PERSIST_SAVED_H */
+/* ======== persist/whole.h ======== */
+/*
+ * persist/whole.h - the numbers of a whole cache that no list, table or record holds: the budget's controller and
+ * backlog, statistics in progress, heads that were learned ahead, the meter, and the sizes of arrays, which count in a
+ * budget. With them a loaded cache codes all later tokens as the saved one would have.
+ *
+ * One function visits them all, in one order. It runs in four modes:
+ *
+ *     saves      emits each number
+ *     checks     reads each number, and compares it with its least and most value; nothing changes
+ *     provides   reads again, and allocates arrays of the saved sizes
+ *     stores     reads again, into the cache; cannot fail
+ *
+ * A whole cache is loaded into a new one of the same config. Numbers that follow from the config are compared.
+ */
+#ifndef TKVI_PERSIST_WHOLE_H
+#define TKVI_PERSIST_WHOLE_H
+
+
+typedef enum tkvi_number_mode {
+    TKVI_SAVES_NUMBERS,
+    TKVI_CHECKS_NUMBERS,
+    TKVI_PROVIDES_NUMBERS,
+    TKVI_STORES_NUMBERS
+} tkvi_number_mode;
+
+typedef struct tkvi_numbers {
+    tkv_cache *kv;
+    tkvi_number_mode mode;
+    void (*emit)(void *saver, const void *bytes, size_t n);
+    void *saver;
+    const uint8_t *at, *end; /* bytes to read */
+    int is_wrong;            /* 1: a number is out of its range, or missing */
+    int is_other;            /* 1: a number that follows from the config differs here */
+    int lacks_memory;        /* 1: an array could not be allocated */
+    int64_t most_entries;    /* the longest array that a file may ask for */
+    int n_pages;             /* pages of the saved cache */
+    unsigned versions;       /* mask of the versions of tables that it had memory for */
+} tkvi_numbers;
+
+/* Where an entry of the cache is saved. */
+typedef struct tkvi_save_place {
+    tkvi_saved_holder holder;
+    uint32_t first, has_first; /* first: the first entry with its block */
+} tkvi_save_place;
+
+#define TKVI_MOST_COUNT (((int64_t)1 << 62) - 1)
+
+/* >>kinds of numbers */
+static void tkvi_visit_bytes(tkvi_numbers *io, void *bytes, size_t n) {
+    if (io->mode == TKVI_SAVES_NUMBERS) {
+        io->emit(io->saver, bytes, n);
+        return;
+    }
+    if ((size_t)(io->end - io->at) < n) {
+        io->is_wrong = 1;
+        return;
+    }
+    if (io->mode == TKVI_STORES_NUMBERS) memcpy(bytes, io->at, n);
+    io->at += n;
+}
+
+/* Saves x, or reads a number. One that is wrong counts as `least`. */
+static int64_t tkvi_visit_number(tkvi_numbers *io, int64_t x, int64_t least, int64_t most) {
+    uint8_t at[8];
+    uint64_t read;
+    int64_t y;
+    if (io->mode == TKVI_SAVES_NUMBERS) {
+        tkvi_store64(at, (uint64_t)x);
+        io->emit(io->saver, at, sizeof at);
+        return x;
+    }
+    if (io->end - io->at < 8) {
+        io->is_wrong = 1;
+        return least;
+    }
+    read = tkvi_load64(io->at);
+    io->at += 8;
+    y = read >> 63 ? -(int64_t)(~read) - 1 : (int64_t)read;
+    if (y >= least && y <= most) return y;
+    io->is_wrong = 1;
+    return least;
+}
+
+static int tkvi_visit_int(tkvi_numbers *io, int *x, int least, int most) {
+    const int y = (int)tkvi_visit_number(io, *x, least, most);
+    if (io->mode == TKVI_STORES_NUMBERS) *x = y;
+    return y;
+}
+
+static uint32_t tkvi_visit_u32(tkvi_numbers *io, uint32_t *x, uint32_t most) {
+    const uint32_t y = (uint32_t)tkvi_visit_number(io, *x, 0, most);
+    if (io->mode == TKVI_STORES_NUMBERS) *x = y;
+    return y;
+}
+
+static int64_t tkvi_visit_i64(tkvi_numbers *io, int64_t *x, int64_t least, int64_t most) {
+    const int64_t y = tkvi_visit_number(io, *x, least, most);
+    if (io->mode == TKVI_STORES_NUMBERS) *x = y;
+    return y;
+}
+
+static void tkvi_visit_count(tkvi_numbers *io, uint64_t *x) {
+    const int64_t most = TKVI_MOST_COUNT,
+                  y = tkvi_visit_number(io, *x < (uint64_t)most ? (int64_t)*x : most, 0, most);
+    if (io->mode == TKVI_STORES_NUMBERS) *x = (uint64_t)y;
+}
+
+/* A number of bytes. Those that no size_t here has count as the largest size_t. */
+static size_t tkvi_visit_size(tkvi_numbers *io, size_t *x) {
+    uint64_t y = *x == (size_t)-1 ? (uint64_t)TKVI_MOST_COUNT : (uint64_t)*x;
+    size_t size;
+    y = (uint64_t)tkvi_visit_number(io, y < (uint64_t)TKVI_MOST_COUNT ? (int64_t)y : TKVI_MOST_COUNT, 0,
+                                    TKVI_MOST_COUNT);
+    size = y >= (uint64_t)TKVI_MOST_COUNT || y > (uint64_t)(size_t)-1 ? (size_t)-1 : (size_t)y;
+    if (io->mode == TKVI_STORES_NUMBERS) *x = size;
+    return size;
+}
+
+static void tkvi_visit_float(tkvi_numbers *io, float *x) {
+    const float y = tkvi_from_bits((uint32_t)tkvi_visit_number(io, tkvi_bits(*x), 0, 0xffffffff));
+    if (!tkvi_is_finite(y)) io->is_wrong = 1;
+    if (io->mode == TKVI_STORES_NUMBERS) *x = y;
+}
+
+/* A number that follows from the config. */
+static void tkvi_visit_same(tkvi_numbers *io, int64_t x) {
+    if (tkvi_visit_number(io, x, -TKVI_MOST_COUNT, TKVI_MOST_COUNT) != x) io->is_other = 1;
+}
+
+static void tkvi_provide_saved(tkvi_numbers *io, int is_provided) {
+    if (!is_provided) io->lacks_memory = 1;
+}
+
+/* >>what follows from the config */
+static void tkvi_visit_config(tkvi_numbers *io) {
+    const tkv_cache *kv = io->kv;
+    const tkvi_tables *t = &kv->tables;
+    const tkv_pressure_config *pressure = &kv->budget.pressure.cfg;
+    int layer, level, i;
+    tkvi_visit_same(io, t->cfg.limits.max_seqs);
+    tkvi_visit_same(io, t->cfg.limits.max_tokens);
+    tkvi_visit_same(io, t->cfg.limits.max_append);
+    tkvi_visit_same(io, t->cfg.limits.max_states);
+    tkvi_visit_same(io, kv->pool.keep_all);
+    tkvi_visit_same(io, t->recode_pages);
+    tkvi_visit_same(io, t->n_levels);
+    tkvi_visit_same(io, t->n_keys);
+    tkvi_visit_same(io, t->n_layouts);
+    tkvi_visit_same(io, t->n_classes);
+    tkvi_visit_same(io, t->any_shared);
+    tkvi_visit_same(io, (int64_t)t->page_bytes);
+    tkvi_visit_same(io, (int64_t)t->end.channels);
+    tkvi_visit_same(io, (int64_t)t->end.heads);
+    tkvi_visit_same(io, (int64_t)t->end.products);
+    tkvi_visit_same(io, (int64_t)t->end.query_states);
+    tkvi_visit_same(io, t->cfg.evict.policy);
+    tkvi_visit_same(io, t->cfg.evict.keep_tokens);
+    tkvi_visit_same(io, t->cfg.importance.sample_every);
+    tkvi_visit_same(io, kv->meter ? kv->meter->n : 0);
+    tkvi_visit_same(io, kv->meter ? kv->meter->slots : 0);
+    tkvi_visit_same(io, kv->meter ? kv->meter->every : 0);
+    tkvi_visit_same(io, kv->meter && kv->meter->feedback);
+    tkvi_visit_same(io, pressure->min_level);
+    tkvi_visit_same(io, pressure->max_level);
+    tkvi_visit_same(io, tkvi_bits(pressure->alpha));
+    tkvi_visit_same(io, tkvi_bits(pressure->hysteresis));
+    for (i = 0; i < TKV_MAX_LEVELS - 1; i++) tkvi_visit_same(io, tkvi_bits(pressure->threshold[i]));
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++)
+        for (level = 0; level < t->n_levels; level++) {
+            const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+            tkvi_visit_same(io, spec->warm);
+            for (i = 0; i < TKV_TIER_COUNT; i++) tkvi_visit_same(io, spec->layout[i]);
+        }
+}
+
+/* >>budget */
+static void tkvi_visit_budget(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    tkvi_tables *t = &kv->tables;
+    tkvi_budget_state *b = &kv->budget;
+    tkv_pressure_info *now = &b->pressure.now;
+    size_t bytes;
+    int layer, level;
+    level = tkvi_visit_int(io, &t->level, 0, t->n_levels - 1);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        int l;
+        for (l = 0; l < t->n_levels; l++)
+            tkvi_visit_int(io, &tkvi_tier_specs_of(t, layer)[l].hot, 0, TKVI_FOREVER);
+    }
+    if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
+    tkvi_visit_int(io, &now->level, 0, t->n_levels - 1);
+    tkvi_visit_float(io, &now->average);
+    tkvi_visit_float(io, &now->last);
+    tkvi_visit_float(io, &now->peak);
+    tkvi_visit_float(io, &now->trend);
+    tkvi_visit_float(io, &now->samples_left);
+    tkvi_visit_count(io, &now->samples);
+    tkvi_visit_count(io, &now->refused);
+    tkvi_visit_count(io, &now->tightened);
+    tkvi_visit_count(io, &now->relaxed);
+    tkvi_visit_float(io, &b->reported_pressure);
+    tkvi_visit_i64(io, &b->recode_backlog, -TKVI_MOST_COUNT, TKVI_MOST_COUNT);
+    tkvi_visit_size(io, &b->relax_at);
+    tkvi_visit_int(io, &b->length_level, 0, t->n_levels - 1);
+    tkvi_visit_int(io, &b->hot_tokens_changed, 0, 1);
+    bytes = tkvi_visit_size(io, &t->cfg.budget.bytes);
+    if (!t->recode_pages ? bytes != 0 : kv->pool.keep_all && (!bytes || bytes > kv->heap.held))
+        io->is_wrong = 1;
+    if (!kv->pool.keep_all && io->mode == TKVI_PROVIDES_NUMBERS) kv->heap.limit = bytes;
+    tkvi_visit_int(io, &kv->pool.recode_pages, 0, t->recode_pages);
+    tkvi_visit_i64(io, &kv->pool.kept_free_pages, 0, TKVI_FOREVER);
+    tkvi_visit_i64(io, &kv->pool.max_pages, 0, TKVI_FOREVER);
+}
+
+static void tkvi_visit_counts(tkvi_numbers *io) {
+    tkvi_counts *c = &io->kv->counts;
+    int i;
+    tkvi_visit_count(io, &c->demoted);
+    for (i = 0; i < TKV_MAX_LEVELS; i++) tkvi_visit_count(io, &c->recoded[i]);
+    tkvi_visit_count(io, &c->refused);
+    tkvi_visit_count(io, &c->offloaded);
+    tkvi_visit_count(io, &c->unwritten);
+    tkvi_visit_count(io, &c->promoted);
+    tkvi_visit_count(io, &c->discarded);
+    tkvi_visit_count(io, &c->recomputed);
+    tkvi_visit_count(io, &c->evicted);
+    tkvi_visit_count(io, &c->merged);
+    tkvi_visit_count(io, &io->kv->states.n_thinned);
+    tkvi_visit_count(io, &io->kv->call.clock);
+}
+
+/* >>statistics */
+/* Mask of the versions of tables that have memory. */
+static unsigned tkvi_allocated_versions(const tkv_cache *kv) {
+    unsigned mask = 0;
+    int v;
+    for (v = 0; v < TKVI_VERSIONS; v++) mask |= (unsigned)(kv->tables.version[v].bytes != NULL) << v;
+    return mask;
+}
+
+static void tkvi_visit_sums(tkvi_numbers *io, int64_t *sum, size_t n, int64_t least) {
+    size_t i;
+    for (i = 0; i < n && !io->is_wrong; i++) tkvi_visit_i64(io, &sum[i], least, TKVI_MOST_COUNT);
+}
+
+/* The heads of a table that was not made yet, as in a calibration. */
+static void tkvi_visit_heads_ahead(tkvi_numbers *io, int layer, int version, int n_heads) {
+    const tkvi_geometry *g = tkvi_geometry_of(io->kv, layer);
+    const size_t bytes = tkvi_head_bytes(g);
+    uint8_t room[6 + 5 * TKV_MAX_HEAD_DIM];
+    int head;
+    if (n_heads && (!tkvi_table_parts(io->kv, layer) || !(io->versions >> version & 1))) io->is_wrong = 1;
+    for (head = 0; head < n_heads && !io->is_wrong; head++) {
+        const uint8_t *from = io->at;
+        if (io->mode == TKVI_SAVES_NUMBERS) (void)tkvi_save_head(io->kv, layer, version, head, room);
+        tkvi_visit_bytes(io, room, bytes);
+        if (io->mode == TKVI_SAVES_NUMBERS || io->is_wrong) continue;
+        if (!tkvi_head_valid(g, from)) io->is_wrong = 1;
+        else if (io->mode == TKVI_STORES_NUMBERS) tkvi_head_load(io->kv, layer, version, head, from);
+    }
+}
+
+static void tkvi_visit_next_table(tkvi_numbers *io, int layer) {
+    tkvi_next_table *next = &io->kv->stats.next_table[layer];
+    int version, n_heads;
+    tkvi_visit_int(io, &io->kv->stats.tokens_seen[layer], -1, TKVI_FOREVER);
+    tkvi_visit_int(io, &next->due, 0, TKVI_FOREVER);
+    tkvi_visit_int(io, &next->last, 0, TKVI_FOREVER);
+    tkvi_visit_int(io, &next->restarts, 0, 1);
+    version = tkvi_visit_int(io, &next->version, 0, TKVI_VERSIONS - 1);
+    n_heads = tkvi_visit_int(io, &next->n_heads, 0, tkvi_geometry_of(io->kv, layer)->n_kv_heads);
+    tkvi_visit_heads_ahead(io, layer, version, n_heads);
+}
+
+/* Sums of squared queries and of far attention. When all layers have their last table, there are none. */
+static void tkvi_visit_table_sums(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    tkvi_stats *stats = &kv->stats;
+    const tkvi_places *end = &kv->tables.end;
+    const int has_sums = (int)tkvi_visit_number(io, stats->q_sq_sum != NULL, 0, stats->q_sq_sum != NULL);
+    size_t i;
+    if (io->mode == TKVI_STORES_NUMBERS && !has_sums && stats->q_sq_sum) tkvi_free_stats(kv);
+    if (!has_sums) return;
+    tkvi_visit_sums(io, stats->q_sq_sum, end->channels, 0);
+    tkvi_visit_sums(io, stats->n_sampled, end->heads, 0);
+    for (i = 0; i < end->heads && !io->is_wrong; i++) {
+        tkvi_visit_i64(io, &stats->far_attention[i].whole, 0, TKVI_MOST_COUNT);
+        tkvi_visit_i64(io, &stats->far_attention[i].part, 0, TKVI_MOST_COUNT);
+    }
+}
+
+/* What families know of queries: sums of q q^T, and states, which are fp16 numbers. */
+static void tkvi_visit_queries(tkvi_numbers *io) {
+    tkvi_stats *stats = &io->kv->stats;
+    const tkvi_places *end = &io->kv->tables.end;
+    size_t i;
+    int layer, k;
+    if (!TKVI_HAS_QUERY_LEARNERS || !stats->queries) return;
+    for (layer = 0; layer < io->kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_visit_int(io, &stats->queries[layer].tokens, -1, TKVI_FOREVER);
+        tkvi_visit_int(io, &stats->queries[layer].used, 0, TKVI_FOREVER);
+    }
+    tkvi_visit_sums(io, stats->q_products, end->products, -TKVI_MOST_COUNT);
+    for (i = 0; i + 8 <= end->query_states && !io->is_wrong; i += 8) {
+        uint16_t four[4];
+        uint8_t at[8];
+        const uint8_t *from = io->at;
+        memcpy(four, stats->query_states + i, sizeof four);
+        for (k = 0; k < 4; k++) tkvi_store16(at + 2 * k, four[k]);
+        tkvi_visit_bytes(io, at, sizeof at);
+        for (k = 0; k < 4 && io->mode != TKVI_SAVES_NUMBERS && !io->is_wrong; k++) {
+            four[k] = tkvi_load16(from + 2 * k);
+            if ((four[k] & 0x7c00u) == 0x7c00u) io->is_wrong = 1;
+        }
+        if (io->mode == TKVI_STORES_NUMBERS) memcpy(stats->query_states + i, four, sizeof four);
+    }
+}
+
+static void tkvi_visit_learning(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    int layer, v;
+    io->versions = (unsigned)tkvi_visit_number(io, tkvi_allocated_versions(kv), 0,
+                                               kv->tables.version_bytes ? (1 << TKVI_VERSIONS) - 1 : 0);
+    for (v = 0; v < TKVI_VERSIONS && io->mode == TKVI_PROVIDES_NUMBERS; v++)
+        if (io->versions >> v & 1) tkvi_provide_saved(io, tkvi_allocate_version(kv, v));
+    for (layer = 0; kv->stats.tokens_seen && layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_visit_next_table(io, layer);
+    tkvi_visit_table_sums(io);
+    tkvi_visit_queries(io);
+}
+
+/* >>sequences */
+/* Lengths that memory is reserved for. Arrays may be as long as these and the lists of the file need. */
+static void tkvi_visit_reservations(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        const int len = tkvi_visit_int(io, &kv->seq[seq].reserved_len, 0, kv->tables.cfg.limits.max_tokens);
+        if (io->mode == TKVI_CHECKS_NUMBERS)
+            io->most_entries += (int64_t)kv->tables.cfg.model.n_layers * (2 * (len / TKVI_BLOCK) + 4);
+    }
+}
+
+static int tkvi_visit_cap(tkvi_numbers *io, uint32_t cap) {
+    const int64_t most = io->mode == TKVI_SAVES_NUMBERS ? TKVI_FOREVER : io->most_entries;
+    return (int)tkvi_visit_number(io, cap, 0, most < TKVI_FOREVER ? most : TKVI_FOREVER);
+}
+
+static void tkvi_visit_seq(tkvi_numbers *io, int seq) {
+    tkv_cache *kv = io->kv;
+    int layer, n;
+    n = tkvi_visit_cap(io, kv->seq[seq].cap);
+    if (io->mode == TKVI_PROVIDES_NUMBERS && n) tkvi_provide_saved(io, tkvi_grow_lists(kv, seq, n));
+    n = tkvi_visit_cap(io, kv->states.list[seq].cap);
+    if (io->mode == TKVI_PROVIDES_NUMBERS && n)
+        tkvi_provide_saved(io, tkvi_grow_state_list(&kv->states, seq, n));
+    tkvi_visit_count(io, &kv->seq[seq].used);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        tkvi_visit_int(io, &list->evict_len, 0, TKVI_FOREVER);
+        tkvi_visit_int(io, &list->passed[TKVI_RECODED], 0, TKVI_FOREVER);
+        tkvi_visit_int(io, &list->passed[TKVI_TIGHTEST], 0, TKVI_FOREVER);
+        if (io->mode != TKVI_STORES_NUMBERS) continue;
+        list->passed[TKVI_RECODED] = tkvi_min(list->passed[TKVI_RECODED], list->archive + list->warm);
+        list->passed[TKVI_TIGHTEST] =
+            tkvi_min(list->passed[TKVI_TIGHTEST], tkvi_min(list->archive, list->passed[TKVI_RECODED]));
+    }
+}
+
+/* Arrays that all sequences share. The largest come first, so that none exists twice for a moment. */
+static void tkvi_visit_arrays(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    tkvi_pool *pool = &kv->pool;
+    const int provides = io->mode == TKVI_PROVIDES_NUMBERS;
+    int n, layer;
+    n = tkvi_visit_cap(io, kv->work.choice_cap);
+    if (provides) tkvi_provide_saved(io, tkvi_grow_choice(kv, (uint32_t)n));
+    n = tkvi_visit_cap(io, pool->block_cap);
+    if (provides) tkvi_provide_saved(io, tkvi_grow_blocks(pool, (uint32_t)n));
+    n = tkvi_visit_cap(io, pool->page_cap);
+    if (provides) tkvi_provide_saved(io, tkvi_grow_pages(pool, (uint32_t)n));
+    io->n_pages = tkvi_visit_cap(io, pool->n_pages);
+    n = tkvi_visit_cap(io, (uint32_t)kv->turns.cap);
+    if (provides && n > kv->turns.cap && kv->turns.lanes)
+        tkvi_provide_saved(io, tkvi_grow_turns(&kv->turns, &kv->heap, n));
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        int is_stateful = kv->states.is_stateful[layer];
+        is_stateful = tkvi_visit_int(io, &is_stateful, 0, TKVI_HAS_STATES);
+        if (io->mode != TKVI_STORES_NUMBERS) continue;
+        kv->states.n_stateful += is_stateful - kv->states.is_stateful[layer];
+        kv->states.is_stateful[layer] = (uint8_t)is_stateful;
+    }
+}
+
+/* >>meter */
+static void tkvi_visit_error_sums(tkvi_numbers *io, tkvi_error_sums *sum) {
+    tkvi_visit_count(io, &sum->samples);
+    tkvi_visit_count(io, &sum->agreed);
+    tkvi_visit_count(io, &sum->keys);
+    tkvi_visit_count(io, &sum->kept);
+    tkvi_visit_count(io, &sum->error);
+    tkvi_visit_count(io, &sum->divergence);
+    tkvi_visit_count(io, &sum->worst);
+}
+
+static void tkvi_visit_feedback(tkvi_numbers *io, tkv_feedback *f) {
+    int i;
+    tkvi_visit_float(io, &f->cfg.target); /* 0: it was not started */
+    tkvi_visit_int(io, &f->cfg.cooldown, -1, TKV_FEEDBACK_HISTORY);
+    tkvi_visit_int(io, &f->cfg.min_hot, 0, TKVI_FOREVER);
+    tkvi_visit_int(io, &f->cfg.max_hot, 0, TKVI_FOREVER);
+    tkvi_visit_int(io, &f->cfg.min_level, 0, TKV_MAX_LEVELS);
+    tkvi_visit_int(io, &f->cfg.max_level, -1, TKV_MAX_LEVELS);
+    tkvi_visit_int(io, &f->hot, 0, TKVI_FOREVER);
+    tkvi_visit_int(io, &f->level, 0, TKV_MAX_LEVELS);
+    tkvi_visit_int(io, &f->moved, 0, 1);
+    tkvi_visit_float(io, &f->low);
+    tkvi_visit_float(io, &f->gain);
+    tkvi_visit_count(io, &f->since);
+    tkvi_visit_count(io, &f->gained_at);
+    tkvi_visit_count(io, &f->sum);
+    tkvi_visit_count(io, &f->squares);
+    tkvi_visit_count(io, &f->scores);
+    tkvi_visit_count(io, &f->refused);
+    tkvi_visit_count(io, &f->finer);
+    tkvi_visit_count(io, &f->cheaper);
+    for (i = 0; i < TKV_FEEDBACK_HISTORY; i++) tkvi_visit_u32(io, &f->history[i], 1u << 24);
+}
+
+static void tkvi_visit_meter(tkvi_numbers *io) {
+    tkvi_meter *m = io->kv->meter;
+    int i, a, n;
+    if (!TKVI_HAS_METER || !m) return;
+    tkvi_visit_int(io, &m->seq, TKV_NO_SEQ, io->kv->tables.cfg.limits.max_seqs - 1);
+    tkvi_visit_error_sums(io, &m->scored);
+    for (i = 0; i < m->n; i++) {
+        tkvi_head_probe *g = &m->head_probe[i];
+        n = tkvi_visit_int(io, &g->n, 0, m->slots);
+        tkvi_visit_int(io, &g->stride, 1, TKVI_FOREVER);
+        tkvi_visit_error_sums(io, &g->sum);
+        for (a = 0; a < n && !io->is_wrong; a++) {
+            tkvi_visit_int(io, &g->start[a], 0, TKVI_FOREVER);
+            /* in a new meter, copy a has slot a */
+            tkvi_visit_bytes(io, g->bytes + (size_t)g->slot[a] * m->record_bytes, m->record_bytes);
+        }
+    }
+    if (m->feedback) tkvi_visit_feedback(io, m->feedback);
+}
+
+/* >>all of it */
+static void tkvi_visit_cache(tkvi_numbers *io) {
+    int seq;
+    tkvi_visit_config(io);
+    if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
+    tkvi_visit_budget(io);
+    tkvi_visit_counts(io);
+    tkvi_visit_reservations(io);
+    tkvi_visit_arrays(io);
+    for (seq = 0; seq < io->kv->tables.cfg.limits.max_seqs && !io->is_wrong; seq++) tkvi_visit_seq(io, seq);
+    if (!io->is_wrong) tkvi_visit_learning(io);
+    if (!io->is_wrong) tkvi_visit_meter(io);
+}
+
+#endif /* TKVI_PERSIST_WHOLE_H */
 /* ======== persist/save.h ======== */
 /*
- * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence, or what changed since a former save
- * (persist/saved.h).
+ * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence or a whole cache, or what changed since a former
+ * save (persist/saved.h).
  *
  * Each section has a function that emits its bytes. It runs twice. At first its bytes are counted. Behind a former save
  * they are hashed too, and a section that the former one has is not written again. Then they are written and hashed.
@@ -43886,7 +44413,10 @@ typedef struct tkvi_saver {
     tkvi_xxh64_sum sum; /* of the section, unless it is of records */
     tkv_save_info info;
     tkv_status st;
-    /* the layer of the section */
+    int is_cache;           /* 1: all sequences are saved, and the state of the cache */
+    tkvi_save_place *place; /* [block_cap] of a whole cache: by entry */
+    /* the list of the section */
+    int seq, layer;
     tkvi_list list;
     uint32_t *ids;
     size_t first_block;  /* of the layer, among those of all layers */
@@ -43921,18 +44451,53 @@ static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, con
     return first;
 }
 
+/* The first entry that is saved with the block of entry i. */
+static tkvi_saved_holder tkvi_first_saved_holder(const tkvi_saver *s, int i) {
+    tkvi_saved_holder first;
+    first.seq = s->is_cache ? s->seq : 0;
+    first.i = i;
+    if (s->kv->pool.block[s->kv->pool.entry[s->ids[i]].block].refs == 1) return first;
+    if (s->is_cache) return s->place[s->place[s->ids[i]].first].holder;
+    first.i = tkvi_first_with_block(s->kv, &s->list, s->ids, i);
+    return first;
+}
+
 static int tkvi_is_first_with_block(const tkvi_saver *s, int i) {
-    return s->kv->pool.block[s->kv->pool.entry[s->ids[i]].block].refs == 1 ||
-           tkvi_first_with_block(s->kv, &s->list, s->ids, i) == i;
+    const tkvi_saved_holder first = tkvi_first_saved_holder(s, i);
+    return first.i == i && (!s->is_cache || first.seq == s->seq);
+}
+
+/* Finds where each entry of the cache is saved, and the first entry with its block. */
+static void tkvi_place_all_entries(tkvi_saver *s) {
+    const tkv_cache *kv = s->kv;
+    int seq, layer, i;
+    memset(s->place, 0, kv->pool.block_cap * sizeof *s->place);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++) {
+                uint32_t other = ids[i];
+                s->place[other].holder.seq = seq;
+                s->place[other].holder.i = i;
+                if (s->place[other].has_first) continue;
+                do {
+                    s->place[other].first = ids[i];
+                    s->place[other].has_first = 1;
+                    other = kv->pool.entry[other].next_holder;
+                } while (other != ids[i]);
+            }
+        }
 }
 
 /* Looks at the list of a layer, or at the part of it with the first tokens. */
-static void tkvi_view_layer(tkvi_saver *s, int layer) {
-    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
+static void tkvi_view_layer(tkvi_saver *s, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(s->kv, seq, layer);
+    s->seq = seq;
+    s->layer = layer;
     s->list = *list;
-    s->ids = tkvi_ids(s->kv, s->p->seq, layer);
+    s->ids = tkvi_ids(s->kv, seq, layer);
     if (!s->p->length || s->p->length >= list->len) return;
-    tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, s->p->seq, layer, s->p->length), list->n);
+    tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, seq, layer, s->p->length), list->n);
     s->list.len = s->p->length;
     s->list.expired = tkvi_min(list->expired, s->p->length);
     s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
@@ -43950,11 +44515,13 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     return e;
 }
 
-/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. */
+/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. In a whole cache, of
+ * the slots that tables are learned from. */
 static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
     const tkvi_pool *pool = &s->kv->pool;
     const uint32_t number = pool->entry[s->ids[i]].block;
     uint64_t slots = 0;
+    if (s->is_cache) return tkvi_slots_before(tkvi_slots_in_use(s->kv, &s->list, s->ids, i));
     for (; i < s->list.n; i++) {
         const tkvi_entry *e = &pool->entry[s->ids[i]];
         if (e->block != number) continue;
@@ -43965,7 +44532,7 @@ static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
     return slots;
 }
 
-/* Puts zeros into the slots of an exact block that have no token of this list: what they hold is not its. */
+/* Puts zeros into the other slots of an exact block: what they hold is of other lists, or of none. */
 static const uint8_t *tkvi_clear_other_slots(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record,
                                              int i) {
     const uint64_t others = tkvi_slots_before(c->tokens) & ~tkvi_saved_slots(s, i);
@@ -44016,13 +44583,14 @@ static uint64_t tkvi_emit_record(tkvi_saver *s, const tkvi_layout *c, const uint
 
 /* >>sections */
 static int tkvi_saved_flags(const tkvi_saver *s) {
-    if (!TKVI_HAS_EVICT || !s->kv->pool.token_meta) return 0;
-    return TKVI_SAVED_HAS_META | (s->p->with_scores ? TKVI_SAVED_HAS_SCORES : 0);
+    const int flags = s->is_cache ? TKVI_SAVED_IS_CACHE : 0;
+    if (!tkvi_keeps_token_meta(&s->kv->tables.cfg)) return flags;
+    return flags | TKVI_SAVED_HAS_META | (s->p->with_scores || s->is_cache ? TKVI_SAVED_HAS_SCORES : 0);
 }
 
 static void tkvi_emit_head(tkvi_saver *s, int layer) {
     uint8_t head[TKVI_SAVED_HEAD] = {0};
-    const int len = tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS);
+    const int len = s->is_cache ? 0 : tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS);
     (void)layer;
     memcpy(head, "TKVS", 4);
     tkvi_store32(head + 4, TKVI_SAVED_VERSION);
@@ -44071,11 +44639,17 @@ static void tkvi_emit_tokens(tkvi_saver *s, int section) {
 static unsigned tkvi_versions_to_save(const tkvi_saver *s, int layer) {
     const tkv_cache *kv = s->kv;
     unsigned mask = 0;
-    int i;
+    int i, seq = s->is_cache ? 0 : s->p->seq;
+    const int end = s->is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
     if (tkvi_has_table(kv, layer)) mask = 1u << kv->tables.current_version[layer];
-    for (i = 0; i < s->list.n; i++) {
-        const int version = tkvi_version_of(kv, tkvi_block_of(kv, s->ids[i])->layout);
-        if (version >= 0) mask |= 1u << version;
+    for (; seq < end; seq++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const int length = s->p->length,
+                  n = length ? tkvi_n_blocks_before(kv, seq, layer, length) : tkvi_list_of(kv, seq, layer)->n;
+        for (i = 0; i < n; i++) {
+            const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+            if (version >= 0) mask |= 1u << version;
+        }
     }
     return mask;
 }
@@ -44126,6 +44700,11 @@ static size_t tkvi_find_former_record(const tkvi_saver *s, const tkvi_saved_list
     return tkvi_load64(s->former.bytes + (size_t)at + n) == sum + at ? (size_t)at : 0;
 }
 
+/* The number of the list's sections. */
+static int tkvi_saved_list_number(const tkvi_saver *s) {
+    return s->is_cache ? s->seq * s->kv->tables.cfg.model.n_layers + s->layer : s->layer;
+}
+
 /* Looks for the records of a layer in the former save. Those that it does not have come behind s->records_from. */
 static void tkvi_place_new_records(tkvi_saver *s, int layer) {
     const tkvi_section head = tkvi_find_section(&s->former, TKVI_SAVED_HEAD_KIND, 0, NULL);
@@ -44133,9 +44712,9 @@ static void tkvi_place_new_records(tkvi_saver *s, int layer) {
     tkvi_block_cursor from = {NULL, 0, 0};
     int i, left = 0;
     size_t k = 0;
-    if (head.n == TKVI_SAVED_HEAD &&
-        !tkvi_open_saved_list(tkvi_find_section(&s->former, TKVI_SAVED_LISTS, layer, NULL),
-                              (int)tkvi_load32(head.at + 32), &list))
+    if (head.n == TKVI_SAVED_HEAD && !tkvi_open_saved_list(tkvi_find_section(&s->former, TKVI_SAVED_LISTS,
+                                                                             tkvi_saved_list_number(s), NULL),
+                                                           (int)tkvi_load32(head.at + 32), s->seq, &list))
         left = list.n_blocks;
     if (left) tkvi_next_saved_block(&list, &from);
     for (i = 0; i < s->list.n && !s->st; i++) {
@@ -44190,7 +44769,7 @@ static void tkvi_emit_records(tkvi_saver *s, int layer) {
 
 /* A run of entries or of blocks, while it grows. */
 typedef struct tkvi_run_writer {
-    uint8_t at[TKVI_SAVED_ENTRIES], last[TKVI_SAVED_ENTRIES];
+    uint8_t at[TKVI_SAVED_RUN_MOST], last[TKVI_SAVED_RUN_MOST];
     int repeat, n;  /* n: runs before this one */
     int is_counted; /* 1: no run is emitted */
 } tkvi_run_writer;
@@ -44218,12 +44797,30 @@ static void tkvi_add_to_run(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *it
     w->repeat++;
 }
 
+/* 1 if the holders that two entries of a whole cache name follow each other. */
+static int tkvi_do_holders_follow(const uint8_t *last, const uint8_t *entry) {
+    return memcmp(entry + 48, last + 48, 8) == 0 && tkvi_load32(entry + 4) == tkvi_load32(last + 4) + 1 &&
+           tkvi_load32(entry + 56) == tkvi_load32(last + 56) + 1 &&
+           tkvi_load32(entry + 60) == tkvi_load32(last + 60);
+}
+
 static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
     const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
-    const int is_alike = tkvi_load32(entry + 4) == tkvi_load32(entry) &&
-                         tkvi_load32(w->last + 4) == tkvi_load32(w->last) && step >= 1 &&
-                         step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;
-    tkvi_add_to_run(s, w, entry, TKVI_SAVED_ENTRIES, is_alike, step, 29);
+    const int is_alike = (s->is_cache ? tkvi_do_holders_follow(w->last, entry)
+                                      : tkvi_load32(entry + 4) == tkvi_load32(entry) &&
+                                            tkvi_load32(w->last + 4) == tkvi_load32(w->last)) &&
+                         step >= 1 && step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;
+    tkvi_add_to_run(s, w, entry, tkvi_entry_run_bytes(s->is_cache), is_alike, step, 29);
+}
+
+/* The part of an entry that only a whole cache has. */
+static void tkvi_save_holders(const tkvi_saver *s, int i, const tkvi_saved_holder *first, uint8_t *at) {
+    const tkvi_entry *e = &s->kv->pool.entry[s->ids[i]];
+    const tkvi_saved_holder next = s->place[e->next_holder].holder;
+    tkvi_store32(at, (uint32_t)first->seq);
+    tkvi_store32(at + 4, (uint32_t)next.seq);
+    tkvi_store32(at + 8, (uint32_t)next.i);
+    tkvi_store32(at + 12, e->is_first);
 }
 
 static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
@@ -44234,10 +44831,10 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
     for (i = 0; i < s->list.n; i++) {
         tkvi_token_meta m;
         const tkvi_entry e = tkvi_view_entry(s, i, &m);
-        const int is_own = s->kv->pool.block[e.block].refs == 1;
-        uint8_t at[TKVI_SAVED_ENTRIES] = {0};
+        const tkvi_saved_holder first = tkvi_first_saved_holder(s, i);
+        uint8_t at[TKVI_SAVED_RUN_MOST] = {0};
         tkvi_store32(at, (uint32_t)i);
-        tkvi_store32(at + 4, (uint32_t)(is_own ? i : tkvi_first_with_block(s->kv, &s->list, s->ids, i)));
+        tkvi_store32(at + 4, (uint32_t)first.i);
         tkvi_store32(at + 8, (uint32_t)e.start);
         tkvi_store32(at + 16, (uint32_t)e.shift);
         tkvi_store32(at + 20, (uint32_t)e.turned);
@@ -44248,10 +44845,11 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
         at[28] = e.has_anchors;
         tkvi_store64(at + 32, e.evicted_mask);
         tkvi_store64(at + 40, TKVI_HAS_EVICT ? e.sink_mask : 0);
-        if (i == s->list.sinks) tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+        if (s->is_cache) tkvi_save_holders(s, i, &first, at + 48);
+        if (i == s->list.sinks) tkvi_end_run(s, &w, tkvi_entry_run_bytes(s->is_cache));
         tkvi_add_saved_entry(s, &w, at);
     }
-    tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+    tkvi_end_run(s, &w, tkvi_entry_run_bytes(s->is_cache));
     return w.n;
 }
 
@@ -44259,12 +44857,21 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
 static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *block, size_t bytes) {
     const int64_t step = (int64_t)tkvi_saved_int(block + 8) - tkvi_saved_int(w->last + 8);
     const int is_alike = step >= 0 && step <= 255 && memcmp(block, w->last, 5) == 0 &&
+                         memcmp(block + 24, w->last + 24, 8) == 0 &&
                          tkvi_load64(block + 16) == tkvi_load64(w->last + 16) + (uint64_t)bytes;
-    tkvi_add_to_run(s, w, block, TKVI_SAVED_BLOCKS, is_alike, step, 5);
+    tkvi_add_to_run(s, w, block, tkvi_block_run_bytes(s->is_cache), is_alike, step, 5);
+}
+
+/* The previous layout of a block. Only recomputation asks for it. 0 if its table is not saved. */
+static uint16_t tkvi_previous_layout_to_save(const tkvi_saver *s, const tkvi_block *b, unsigned versions) {
+    const int version = b->previous_layout ? tkvi_version_of(s->kv, b->previous_layout - 1) : -1;
+    if (!s->kv->tables.cfg.recompute.compute) return 0;
+    return version < 0 || versions >> version & 1 ? b->previous_layout : (uint16_t)0;
 }
 
 /* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */
 static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
+    const unsigned versions = s->is_cache ? tkvi_versions_to_save(s, s->layer) : 0;
     tkvi_run_writer w;
     size_t k = 0, next = 0;
     int i;
@@ -44274,7 +44881,7 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
         const tkvi_layout *c = &s->kv->tables.layout[b->layout];
         const int version = tkvi_version_of(s->kv, b->layout);
-        uint8_t at[TKVI_SAVED_BLOCKS] = {0};
+        uint8_t at[TKVI_SAVED_RUN_MOST] = {0};
         if (!tkvi_is_first_with_block(s, i)) continue;
         at[0] = (uint8_t)c->pair.k;
         at[1] = (uint8_t)c->pair.v;
@@ -44283,9 +44890,14 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
+        if (s->is_cache) {
+            tkvi_store16(at + 24, b->layout);
+            tkvi_store16(at + 26, tkvi_previous_layout_to_save(s, b, versions));
+            tkvi_store16(at + 28, b->n_shared_slots);
+        }
         tkvi_add_saved_block(s, &w, at, tkvi_saved_record_bytes(c));
     }
-    tkvi_end_run(s, &w, TKVI_SAVED_BLOCKS);
+    tkvi_end_run(s, &w, tkvi_block_run_bytes(s->is_cache));
     *n_blocks = (int)k;
     return w.n;
 }
@@ -44306,7 +44918,9 @@ static void tkvi_emit_meta(tkvi_saver *s, int i) {
     for (t = 0; t < TKVI_BLOCK && !e.has_anchors && e.n_packed; t++)
         tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
     for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
-    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
+    tkvi_emit(s, at,
+              TKVI_SAVED_META +
+                  (tkvi_saved_flags(s) & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0));
 }
 
 static void tkvi_emit_list(tkvi_saver *s, int layer) {
@@ -44326,67 +44940,119 @@ static void tkvi_emit_list(tkvi_saver *s, int layer) {
     for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
 }
 
-static void tkvi_emit_states(tkvi_saver *s, int layer) {
-    const tkvi_state_list *list = &s->kv->states.list[s->p->seq];
+/* The first sequence of a whole cache that holds a state: seq, or one before it. */
+static int tkvi_first_with_state(const tkv_cache *kv, int seq, const tkvi_state *state) {
+    int first = state->n_holders > 1 ? 0 : seq, at;
+    while (first < seq &&
+           tkvi_find_state(&kv->states.list[first], state->layer, state->n_tokens, &at) != state)
+        first++;
+    return first;
+}
+
+static void tkvi_emit_states(tkvi_saver *s, int seq) {
+    const tkvi_state_list *list = &s->kv->states.list[seq];
     int i;
-    (void)layer;
     for (i = 0; TKVI_HAS_STATES && i < list->n; i++) {
         const tkvi_state *state = list->held[i].state;
+        const int first = s->is_cache ? tkvi_first_with_state(s->kv, seq, state) : seq;
         uint8_t at[TKVI_SAVED_STATE];
         if (s->p->length && state->n_tokens > s->p->length) continue;
         tkvi_store32(at, (uint32_t)state->layer);
         tkvi_store32(at + 4, (uint32_t)state->n_tokens);
-        tkvi_store64(at + 8, (uint64_t)state->size);
+        tkvi_store64(at + 8, first < seq ? TKVI_SHARED_STATE + (uint64_t)first : (uint64_t)state->size);
         tkvi_emit(s, at, sizeof at);
+        if (first < seq) continue;
         tkvi_emit(s, tkvi_bytes_of_state(state), state->size);
         tkvi_emit_zeros(s, tkvi_gap_to(state->size, 8));
     }
 }
 
-typedef void (*tkvi_emitter)(tkvi_saver *s, int layer);
+static void tkvi_emit_number(void *saver, const void *bytes, size_t n) {
+    tkvi_emit((tkvi_saver *)saver, bytes, n);
+}
+
+static void tkvi_emit_cache(tkvi_saver *s, int number) {
+    tkvi_numbers io;
+    (void)number;
+    memset(&io, 0, sizeof io);
+    io.kv = s->kv;
+    io.mode = TKVI_SAVES_NUMBERS;
+    io.emit = tkvi_emit_number;
+    io.saver = s;
+    tkvi_visit_cache(&io);
+}
+
+typedef void (*tkvi_emitter)(tkvi_saver *s, int number);
 
 /* In the order of tkvi_saved_kind. */
 static const tkvi_emitter tkvi_emitters[TKVI_SAVED_KINDS] = {
     tkvi_emit_head,    tkvi_emit_model, tkvi_emit_tokens, tkvi_emit_tables,
-    tkvi_emit_records, tkvi_emit_list,  tkvi_emit_states};
+    tkvi_emit_records, tkvi_emit_list,  tkvi_emit_states, tkvi_emit_cache};
 
 /* >>the whole */
-/* Goes to the next section. kind begins at 0, *layer at -1. Returns 0 behind the last one. */
-static int tkvi_next_section(const tkvi_saver *s, int *kind, int *layer) {
-    const tkv_cache *kv = s->kv;
-    for (++*layer; *kind < TKVI_SAVED_KINDS; ++*kind, *layer = 0) {
-        const int n = *kind == TKVI_SAVED_TOKENS
-                          ? (s->p->n_tokens + TKVI_SAVED_TOKENS_AT_ONCE - 1) / TKVI_SAVED_TOKENS_AT_ONCE
-                      : tkvi_is_by_layer(*kind) ? kv->tables.cfg.model.n_layers
-                                                : 1;
-        for (; *layer < n; ++*layer)
-            if (!tkvi_is_by_layer(*kind) || kv->tables.plan[*layer].stored_layer == *layer) return 1;
+/* Number of the sections of a kind, those of layers without blocks of their own counted too. */
+static int tkvi_n_sections_of(const tkvi_saver *s, int kind) {
+    const int n_layers = s->kv->tables.cfg.model.n_layers,
+              n_seqs = s->is_cache ? s->kv->tables.cfg.limits.max_seqs : 1;
+    switch (kind) {
+    case TKVI_SAVED_TOKENS:
+        return (s->p->n_tokens + TKVI_SAVED_TOKENS_AT_ONCE - 1) / TKVI_SAVED_TOKENS_AT_ONCE;
+    case TKVI_SAVED_TABLES: return n_layers;
+    case TKVI_SAVED_RECORDS:
+    case TKVI_SAVED_LISTS: return n_layers * n_seqs;
+    case TKVI_SAVED_STATES: return n_seqs;
+    case TKVI_SAVED_CACHE: return s->is_cache;
+    default: return 1;
     }
+}
+
+/* Goes to the next section. kind begins at 0, *number at -1. Returns 0 behind the last one. A sequence of a whole cache
+ * that has no tokens and no states has no sections. */
+static int tkvi_next_section(const tkvi_saver *s, int *kind, int *number) {
+    const tkv_cache *kv = s->kv;
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    for (++*number; *kind < TKVI_SAVED_KINDS; ++*kind, *number = 0)
+        for (; *number < tkvi_n_sections_of(s, *kind); ++*number) {
+            const int layer = *number % n_layers, seq = *number / n_layers;
+            if (tkvi_is_by_layer(*kind) && kv->tables.plan[layer].stored_layer != layer) continue;
+            if (s->is_cache && (*kind == TKVI_SAVED_RECORDS || *kind == TKVI_SAVED_LISTS) &&
+                !tkvi_list_of(kv, seq, layer)->len)
+                continue;
+            if (s->is_cache && *kind == TKVI_SAVED_STATES && !kv->states.list[*number].n) continue;
+            return 1;
+        }
     return 0;
 }
 
-/* Where the records of a layer begin, of those that have been planned. */
-static size_t tkvi_planned_records(const tkvi_saver *s, int layer) {
+/* Where the records of a list begin, of those that have been planned. */
+static size_t tkvi_planned_records(const tkvi_saver *s, int number) {
     uint32_t i;
     for (i = 0; s->index && i < s->n_sections; i++) {
         const uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
-        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)layer)
+        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)number)
             return (size_t)tkvi_load64(entry + 8);
     }
     return 0;
 }
 
 /* Begins a section at a place of the file. */
-static void tkvi_begin_section(tkvi_saver *s, tkvi_emit_mode mode, int kind, int layer, size_t at) {
+static void tkvi_begin_section(tkvi_saver *s, tkvi_emit_mode mode, int kind, int number, size_t at) {
+    const int n_layers = s->kv->tables.cfg.model.n_layers;
     s->mode = mode;
     s->n = 0;
     memset(&s->sum, 0, sizeof s->sum);
     if (s->kind != kind) s->first_block = 0;
     s->kind = kind;
-    if (!tkvi_is_by_layer(kind)) return;
-    tkvi_view_layer(s, layer);
-    if (kind == TKVI_SAVED_RECORDS) s->records_from = at;
-    if (kind == TKVI_SAVED_LISTS) s->records_from = tkvi_planned_records(s, layer);
+    if (kind != TKVI_SAVED_RECORDS && kind != TKVI_SAVED_LISTS) return;
+    tkvi_view_layer(s, s->is_cache ? number / n_layers : s->p->seq, number % n_layers);
+    s->records_from = kind == TKVI_SAVED_RECORDS ? at : tkvi_planned_records(s, number);
+}
+
+/* Emits the section that was begun. */
+static void tkvi_emit_section(tkvi_saver *s, int kind, int number) {
+    if (kind == TKVI_SAVED_RECORDS || kind == TKVI_SAVED_LISTS) number = s->layer;
+    if (kind == TKVI_SAVED_STATES && !s->is_cache) number = s->p->seq;
+    tkvi_emitters[kind](s, number);
 }
 
 /* Ends a section: the next one is of the layer behind. */
@@ -44422,7 +45088,7 @@ static void tkvi_plan_save(tkvi_saver *s) {
         uint8_t *entry = s->index ? s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION : NULL;
         tkvi_section former;
         tkvi_begin_section(s, mode, kind, layer, at + gap);
-        tkvi_emitters[kind](s, layer);
+        tkvi_emit_section(s, kind, layer);
         tkvi_end_section(s, kind);
         former = tkvi_find_former_section(s, kind, layer);
         if (kind != TKVI_SAVED_RECORDS || mode == TKVI_COUNTS) s->whole += s->n + tkvi_gap_to(s->n, 64);
@@ -44458,7 +45124,7 @@ static void tkvi_write_save(tkvi_saver *s) {
         if (at >= s->start) tkvi_emit_zeros(s, at - s->at);
         tkvi_begin_section(s, TKVI_WRITES, kind, layer, at);
         if (at >= s->start) {
-            tkvi_emitters[kind](s, layer);
+            tkvi_emit_section(s, kind, layer);
             if (kind != TKVI_SAVED_RECORDS) tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
         }
         tkvi_end_section(s, kind);
@@ -44478,25 +45144,34 @@ static void tkvi_write_save(tkvi_saver *s) {
     tkvi_emit(s, end, sizeof end);
 }
 
-static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
-    tkv_status st;
+/* Refuses a sequence that cannot be saved, or cannot be cut to `length` tokens. */
+static tkv_status tkvi_check_saved_seq(tkv_cache *kv, int seq, int length) {
+    tkv_status st = tkvi_check_cut(kv, seq, length);
     int layer, i;
-    if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const int n = length ? tkvi_n_blocks_before(kv, seq, layer, length) : tkvi_list_of(kv, seq, layer)->n;
+        for (i = 0; i < n && !st; i++)
+            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+                st = tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
+                               layer, "");
+    }
+    return st;
+}
+
+static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
+    const int is_cache = p->seq == TKV_ALL_SEQS;
+    tkv_status st = TKV_OK;
+    int seq = is_cache ? 0 : p->seq;
+    const int end = is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
+    if (!is_cache && !tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (is_cache && p->length)
+        return tkvi_fail(kv, TKV_ERR_ARG, "length is", p->length, "; a whole cache is saved with all tokens");
     if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model) ||
         (p->former_bytes && !p->former))
         return tkvi_fail(kv, TKV_ERR_ARG, "tokens, model or former are missing", 0, NULL);
-    st = tkvi_check_cut(kv, p->seq, p->length);
-    if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const uint32_t *ids = tkvi_ids(kv, p->seq, layer);
-        const int n = p->length ? tkvi_n_blocks_before(kv, p->seq, layer, p->length)
-                                : tkvi_list_of(kv, p->seq, layer)->n;
-        for (i = 0; i < n; i++)
-            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
-                return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
-                                 layer, "");
-    }
-    return TKV_OK;
+    for (; seq < end && !st; seq++) st = tkvi_check_saved_seq(kv, seq, p->length);
+    return st;
 }
 
 /* Bytes of the largest block or table of a layer. */
@@ -44543,30 +45218,52 @@ static void tkvi_choose_save(tkvi_saver *s, const tkvi_saved_file *former, uint8
     tkvi_plan_save(s);
 }
 
+/* Room for a block or table, the index, the places of entries, and of blocks behind a former save. */
+typedef struct tkvi_save_room {
+    size_t piece, index, places, records, total;
+} tkvi_save_room;
+
+static tkvi_save_room tkvi_room_to_save(const tkvi_saver *s) {
+    const tkv_cache *kv = s->kv;
+    tkvi_save_room room;
+    int kind = 0, number = -1, layer;
+    memset(&room, 0, sizeof room);
+    room.piece = tkvi_room_for_piece(kv);
+    while (tkvi_next_section(s, &kind, &number)) room.index += TKVI_SAVED_SECTION;
+    if (s->is_cache) room.places = kv->pool.block_cap * sizeof(tkvi_save_place);
+    if (s->p->former_bytes && s->is_cache) room.records = 8u * (size_t)kv->pool.n_entries;
+    for (layer = 0; s->p->former_bytes && !s->is_cache && layer < kv->tables.cfg.model.n_layers; layer++)
+        room.records += 8u * (size_t)tkvi_list_of(kv, s->p->seq, layer)->n;
+    room.places += tkvi_gap_to(room.places, 8);
+    room.total = room.piece + room.index + room.places + room.records;
+    return room;
+}
+
 /* Saves to `buf` of `size` bytes, or through s->write. Without both it counts. */
 static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *needed) {
+    const tkvi_save_room need = tkvi_room_to_save(s);
+    const size_t bytes = need.total;
     tkvi_saved_file former;
     const char *fault = NULL;
     uint8_t *room, *taken;
-    size_t n_blocks = 0, bytes;
     tkv_status st;
-    int layer;
     memset(&former, 0, sizeof former);
     if (s->p->former_bytes)
         fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
     if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
-    tkvi_plan_save(s);
-    for (layer = 0; layer < s->kv->tables.cfg.model.n_layers && former.bytes; layer++)
-        n_blocks += (size_t)tkvi_list_of(s->kv, s->p->seq, layer)->n;
-    bytes = tkvi_room_for_piece(s->kv) + (size_t)s->n_sections * TKVI_SAVED_SECTION + 8 * n_blocks;
-    if (buf || s->write || former.bytes) {
+    if (buf || s->write || former.bytes || s->is_cache) {
         st = tkvi_take_room(s->kv, s->p->scratch, s->p->scratch_bytes, bytes, &room, &taken);
         if (st) return st;
         s->room = room;
-        s->index = room + tkvi_room_for_piece(s->kv);
-        tkvi_choose_save(s, &former, s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION);
+        s->index = room + need.piece;
+        if (s->is_cache) {
+            s->place = (tkvi_save_place *)(void *)(s->index + need.index);
+            tkvi_place_all_entries(s);
+        }
+        tkvi_choose_save(s, &former, s->index + need.index + need.places);
     } else {
         taken = NULL;
+        tkvi_plan_save(s);
     }
     s->info.bytes = s->end - s->start;
     s->info.at = s->start;
@@ -44593,6 +45290,7 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
     memset(&s, 0, sizeof s);
     s.kv = kv;
     s.p = p;
+    s.is_cache = p->seq == TKV_ALL_SEQS;
     return tkvi_save(&s, buf, size, needed);
 }
 
@@ -44607,6 +45305,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
     memset(&s, 0, sizeof s);
     s.kv = kv;
     s.p = p;
+    s.is_cache = p->seq == TKV_ALL_SEQS;
     s.write = write;
     s.user = user;
     return tkvi_save(&s, NULL, 0, NULL);
@@ -44615,7 +45314,8 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
 #endif /* TKVI_PERSIST_SAVE_H */
 /* ======== persist/load.h ======== */
 /*
- * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one.
+ * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one, or a whole cache into a
+ * new one.
  *
  *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
  *     provide    versions for the tables, entries, slots, states; a failure changes no token
@@ -44623,7 +45323,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *
  * Tables are known by their bytes. A table that the layer has already is not stored twice. Without a free version the
  * blocks of one are coded again with the layer's current table: those of the cache first (reclaim/versions.h), else
- * those of the file.
+ * those of the file. A whole cache gets its versions as they were.
  */
 #ifndef TKVI_PERSIST_LOAD_H
 #define TKVI_PERSIST_LOAD_H
@@ -44633,9 +45333,12 @@ typedef struct tkvi_loader {
     tkv_cache *kv;
     const tkv_load_params *p;
     tkvi_saved_file file;
-    int flags, n_tokens; /* of the head */
-    uint8_t *room;       /* for a table, or for a block */
-    uint16_t attached;   /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
+    int flags, n_tokens;  /* of the head */
+    int is_cache;         /* 1: a whole cache is loaded */
+    int seq;              /* the sequence that is being loaded */
+    uint8_t *room;        /* for a table, or for a block */
+    uint16_t attached;    /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
+    tkvi_numbers numbers; /* of a whole cache */
     tkv_load_info info;
 } tkvi_loader;
 
@@ -44647,8 +45350,14 @@ static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int l
     return tkvi_fail(l->kv, TKV_ERR_DATA, why, layer, "");
 }
 
-static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int layer) {
-    return tkvi_find_section(&l->file, kind, layer, NULL);
+static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int number) {
+    return tkvi_find_section(&l->file, kind, number, NULL);
+}
+
+/* The first sequence to load, and the end of those to load. */
+static int tkvi_first_loaded_seq(const tkvi_loader *l) { return l->is_cache ? 0 : l->p->seq; }
+static int tkvi_loaded_seqs_end(const tkvi_loader *l) {
+    return l->is_cache ? l->kv->tables.cfg.limits.max_seqs : l->p->seq + 1;
 }
 
 /* Opens the last save, and checks all sections. info.end is 0 if there is none. */
@@ -44716,20 +45425,33 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
     }
     l->flags = (int)tkvi_load32(head.at + 32);
     l->n_tokens = tkvi_saved_int(head.at + 36);
-    return l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES) ? tkvi_refuse_file(l, "unknown flags")
-                                                                     : TKV_OK;
+    if (l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES | TKVI_SAVED_IS_CACHE))
+        return tkvi_refuse_file(l, "unknown flags");
+    if (((l->flags & TKVI_SAVED_IS_CACHE) != 0) != l->is_cache)
+        return tkvi_refuse_saved_model(l,
+                                       l->is_cache ? "one sequence was saved: load it as a sequence"
+                                                   : "a whole cache was saved: load it with TKV_ALL_SEQS",
+                                       -1);
+    return TKV_OK;
 }
 
 /* >>lists */
-/* Finds the list of a layer, and checks its sizes. */
+/* Finds the list of a layer of the sequence, and checks its sizes. In a whole cache an empty one has no section. */
 static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
-    const char *fault = tkvi_open_saved_list(tkvi_loaded_section(l, TKVI_SAVED_LISTS, layer), l->flags, out);
+    const int number = l->is_cache ? l->seq * l->kv->tables.cfg.model.n_layers + layer : layer;
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_LISTS, number);
+    const char *fault;
+    memset(out, 0, sizeof *out);
+    out->is_cache = l->is_cache;
+    out->seq = l->seq;
+    if (l->is_cache && !s.at) return TKV_OK;
+    fault = tkvi_open_saved_list(s, l->flags, l->seq, out);
     return fault ? tkvi_refuse_saved_layer(l, fault, layer) : TKV_OK;
 }
 
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
 static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int tier) {
-    int first, other;
+    tkvi_saved_holder first, other;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
     const uint8_t *at = tkvi_run_of_entry(list, i);
     const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len,
@@ -44738,10 +45460,12 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
         !tkvi_are_zeros(at + 30, 2) || (tkvi_saved_int(at + 12) == 1 ? at[29] > 0 : at[29] < 1))
         return "an entry has a number that it cannot have, layer";
     if (e.tier != tier || e.has_anchors != (i < list->anchors)) return "an entry is not in its tier, layer";
-    if (first < 0 || first > i) return "an entry names no block, layer";
-    if (first < i) {
-        (void)tkvi_read_entry(list, first, &other);
-        if (other != first || e.has_anchors) return "an entry names no block, layer";
+    if (first.i < 0 || first.seq < 0 || first.seq > list->seq || (first.seq == list->seq && first.i > i))
+        return "an entry names no block, layer";
+    if (!tkvi_is_own_block(list, i, &first) && e.has_anchors) return "an entry names no block, layer";
+    if (first.seq == list->seq && first.i < i) {
+        (void)tkvi_read_entry(list, first.i, &other);
+        if (!list->is_cache && !tkvi_is_same_holder(&other, &first)) return "an entry names no block, layer";
     }
     if (e.start < 0 || e.start > TKVI_FOREVER || (i >= list->anchors && end <= e.start))
         return "entries are out of order, layer";
@@ -44760,7 +45484,8 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
 /* Returns the fault of the token_meta of a saved entry, or NULL. */
 static const char *tkvi_find_meta_fault(tkvi_saved_list *list, int i) {
     const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
-    int first, t;
+    tkvi_saved_holder first;
+    int t;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
     for (t = 0; t < e.n_packed && e.has_anchors; t++)
         if (t >= TKVI_ANCHOR_SLOTS || tkvi_saved_int(at + 40 + 4 * t) < 0 ||
@@ -44785,13 +45510,15 @@ static const char *tkvi_find_run_fault(const tkvi_loader *l, tkvi_saved_list *li
     const uint8_t *at = tkvi_run_of_entry(list, i);
     const int n = tkvi_saved_int(at + 12), last = i + n - 1;
     const char *fault = tkvi_find_entry_fault(l, list, i, tkvi_saved_tier(list, i));
+    tkvi_saved_holder first;
     if (fault) return fault;
+    (void)tkvi_read_entry(list, i, &first);
     if (n > 1) {
-        if ((i < list->sinks) != (last < list->sinks) || tkvi_saved_int(at + 4) != i || at[28])
+        if ((i < list->sinks) != (last < list->sinks) || at[28] || (first.seq == list->seq && first.i != i))
             return "entries that repeat are not alike, layer";
         fault = tkvi_find_entry_fault(l, list, last, tkvi_saved_tier(list, last));
     }
-    *n_blocks += tkvi_saved_int(at + 4) == i ? n : 0;
+    *n_blocks += tkvi_is_own_block(list, i, &first) ? n : 0;
     return fault;
 }
 
@@ -44822,14 +45549,17 @@ static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout
 }
 
 /* Checks the numbers of a run of blocks, that this cache has their layout, and where their records lie. */
-static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8_t *run) {
+static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_saved_list *list, int i) {
+    const uint8_t *run = tkvi_saved_blocks(list, i);
     const int64_t repeat = tkvi_saved_repeat(run);
     const uint64_t at = tkvi_load64(run + 16);
     int layout;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2))
+        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (list->is_cache && (tkvi_load16(run + 26) > l->kv->tables.n_layouts ||
+                            tkvi_load16(run + 28) > run[2] || tkvi_load16(run + 30))))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
-    layout = tkvi_layout_of_saved(l->kv, layer, run);
+    layout = tkvi_layout_of_saved(l->kv, layer, run, list->is_cache);
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
@@ -44846,8 +45576,8 @@ static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(list, &g)) {
         const tkvi_layout *c;
-        if (g.first < g.i || tkvi_stays_in_file(l, layer, list, g.i)) continue;
-        c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run)];
+        if (!g.is_own || tkvi_stays_in_file(l, layer, list, g.i)) continue;
+        c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run, list->is_cache)];
         for (k = 0; k < g.n; k++)
             if (!tkvi_verify_record(l, c, tkvi_saved_record_at(&g.c, k, c)))
                 return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
@@ -44882,8 +45612,7 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
-    for (i = 0; i < list.n_block_runs && !st; i++)
-        st = tkvi_check_saved_blocks(l, layer, tkvi_saved_blocks(&list, i));
+    for (i = 0; i < list.n_block_runs && !st; i++) st = tkvi_check_saved_blocks(l, layer, &list, i);
     return st ? st : tkvi_check_saved_records(l, layer, &list);
 }
 
@@ -44920,12 +45649,26 @@ static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t versio
     return n;
 }
 
+/* Counts the blocks of a layer in the file by the version of their table. n[TKVI_VERSIONS]: those with a table. */
+static tkv_status tkvi_count_saved_blocks(tkvi_loader *l, int layer, int64_t *n) {
+    tkvi_saved_list list;
+    int v;
+    memset(n, 0, (TKVI_VERSIONS + 1) * sizeof *n);
+    for (l->seq = tkvi_first_loaded_seq(l); l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const tkv_status st = tkvi_open_list(l, layer, &list);
+        if (st) return st;
+        n[TKVI_VERSIONS] += list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION);
+        for (v = 0; v < TKVI_VERSIONS; v++) n[v] += tkvi_n_blocks_of_version(&list, (uint32_t)v);
+    }
+    return TKV_OK;
+}
+
 static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     const int need = tkvi_table_parts(l->kv, layer);
-    tkvi_saved_list list;
+    int64_t n_blocks[TKVI_VERSIONS + 1], n = 0;
     tkvi_saved_tables t;
-    tkv_status st = tkvi_open_list(l, layer, &list);
-    int i, n = 0, current = 0;
+    tkv_status st = tkvi_count_saved_blocks(l, layer, n_blocks);
+    int i, current = 0;
     unsigned seen = 0;
     if (!st) st = tkvi_open_saved_tables(l, layer, &t);
     if (st) return st;
@@ -44939,12 +45682,15 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
         current += (int)tkvi_load32(at + 4);
         fault = tkvi_find_table_fault(l->kv, layer, t.parts, at + 8);
         if (fault) return tkvi_refuse_saved_layer(l, "a saved table is not valid, layer", layer);
-        n += tkvi_n_blocks_of_version(&list, v);
-        if ((t.parts & need) != need && tkvi_n_blocks_of_version(&list, v))
+        n += n_blocks[v];
+        if ((t.parts & need) != need && n_blocks[v])
             return tkvi_refuse_saved_model(l, "the sequence was saved without a part of the tables of layer",
                                            layer);
     }
-    return n != list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION) || current > 1
+    if (l->is_cache && t.n && (!need || t.parts != need))
+        return tkvi_refuse_saved_model(l, "the cache was saved with other parts of the tables of layer",
+                                       layer);
+    return n != n_blocks[TKVI_VERSIONS] || current > 1
                ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
                : TKV_OK;
 }
@@ -44973,6 +45719,12 @@ static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkv
     tkvi_table_map map;
     int i, v, pass;
     memset(&map, 0, sizeof map);
+    map.room = -1;
+    for (i = 0; i < t->n && l->is_cache; i++) {
+        map.version[i] = (int8_t)tkvi_load32(tkvi_saved_table(t, i));
+        map.is_new[i] = 1;
+    }
+    if (l->is_cache) return map;
     for (i = 0; i < t->n; i++) {
         const int is_current = (int)tkvi_load32(tkvi_saved_table(t, i) + 4);
         const int is_needed = tkvi_n_blocks_of_version(list, tkvi_load32(tkvi_saved_table(t, i))) > 0 ||
@@ -44992,7 +45744,6 @@ static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkv
             map.is_new[i] = 1;
             used |= 1u << v;
         }
-    map.room = -1;
     for (i = 0; i < t->n; i++)
         if (map.is_new[i]) map.room = map.version[i]; /* it is filled with its own table last */
     return map;
@@ -45051,7 +45802,8 @@ typedef struct tkvi_landing {
 static tkvi_landing tkvi_landing_of(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
                                     const tkvi_saved_tables *t, const tkvi_table_map *map,
                                     const tkvi_saved_group *g) {
-    const int base = tkvi_layout_of_saved(l->kv, layer, g->c.run), table = tkvi_table_of_saved(t, g->c.run);
+    const int base = tkvi_layout_of_saved(l->kv, layer, g->c.run, l->is_cache),
+              table = tkvi_table_of_saved(t, g->c.run);
     const int version = table < 0 ? 0 : map->version[table];
     tkvi_landing to;
     to.layout = base + (version >= 0 ? version : l->kv->tables.current_version[layer]);
@@ -45079,7 +45831,7 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
         memset(&g, 0, sizeof g);
         while (tkvi_next_group(&list, &g)) {
             tkvi_landing to;
-            if (g.first < g.i) continue;
+            if (!g.is_own) continue;
             to = tkvi_landing_of(&l, layer, &list, &t, &map, &g);
             if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class] += g.n;
         }
@@ -45098,8 +45850,8 @@ static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, 
     m->temporary_mask = tkvi_load64(at + 8);
     m->anchored_mask = tkvi_load64(at + 16);
     m->temporary_until = tkvi_saved_int(at + 24);
-    m->score_step = tkvi_min(tkvi_saved_int(at + 28), list->len);
-    m->moved_at = tkvi_min(tkvi_saved_int(at + 32), list->len + 1);
+    m->score_step = l->is_cache ? tkvi_saved_int(at + 28) : tkvi_min(tkvi_saved_int(at + 28), list->len);
+    m->moved_at = l->is_cache ? tkvi_saved_int(at + 32) : tkvi_min(tkvi_saved_int(at + 32), list->len + 1);
     for (t = 0; t < TKVI_ANCHOR_SLOTS && l->kv->pool.entry[id].has_anchors; t++)
         m->index.any[t] = tkvi_saved_int(at + 40 + 4 * t);
     for (t = 0; t < TKVI_BLOCK && !l->kv->pool.entry[id].has_anchors; t++)
@@ -45116,6 +45868,19 @@ static void tkvi_place_source(tkvi_loader *l, uint32_t number, tkvi_stored_as wh
     source->what = (uint8_t)what;
     source->is_verified = 0;
     l->kv->pool.attached[l->attached - 1].n_sources++;
+}
+
+/* 1 if blocks of a layer can have a layout. Its table, if it has one, is in the file. */
+static int tkvi_can_have_layout(const tkvi_loader *l, int layer, const tkvi_saved_tables *t, int layout) {
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&l->kv->tables, layer);
+    int i, k, can = 0;
+    for (i = 0; i < l->kv->tables.n_levels * TKV_TIER_COUNT; i++) {
+        const int base = specs[i / TKV_TIER_COUNT].layout[i % TKV_TIER_COUNT];
+        can |= layout == base && !specs[i / TKV_TIER_COUNT].needs_table[i % TKV_TIER_COUNT];
+        for (k = 0; k < t->n && specs[i / TKV_TIER_COUNT].needs_table[i % TKV_TIER_COUNT]; k++)
+            can |= layout == base + (int)tkvi_load32(tkvi_saved_table(t, k));
+    }
+    return can;
 }
 
 /* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew. */
@@ -45162,32 +45927,52 @@ static uint32_t tkvi_place_shared(tkvi_pool *pool, uint32_t first, const tkvi_en
     return id;
 }
 
-/* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. Cannot fail: all is
- * provided. */
-static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
-                               const tkvi_table_map *map) {
+/* The entry that was placed for one of the file. TKVI_NIL: there is none yet. */
+static uint32_t tkvi_placed_entry(const tkvi_loader *l, int layer, const tkvi_saved_holder *h) {
+    const int seq = l->is_cache ? h->seq : l->seq;
+    if (seq < 0 || seq >= l->kv->tables.cfg.limits.max_seqs || h->i < 0 ||
+        h->i >= tkvi_list_of(l->kv, seq, layer)->n)
+        return TKVI_NIL;
+    return tkvi_ids(l->kv, seq, layer)[h->i];
+}
+
+/* What only a whole cache knows of a block. */
+static void tkvi_place_block_history(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                                     const uint8_t *run, tkvi_block *b) {
+    const int previous = tkvi_load16(run + 26);
+    if (previous && tkvi_can_have_layout(l, layer, t, previous - 1)) b->previous_layout = (uint16_t)previous;
+    b->n_shared_slots = (uint8_t)tkvi_load16(run + 28);
+}
+
+/* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. All memory is provided.
+ * Returns 0 if an entry names no block. */
+static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
+                              const tkvi_table_map *map) {
     tkv_cache *kv = l->kv;
-    tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
-    uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
+    tkvi_list *list = tkvi_list_of(kv, l->seq, layer);
+    uint32_t *ids = tkvi_ids(kv, l->seq, layer);
     tkvi_saved_group g;
     int k;
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
-        if (g.first == g.i) to = tkvi_landing_of(l, layer, from, t, map, &g);
+        if (g.is_own) to = tkvi_landing_of(l, layer, from, t, map, &g);
         for (k = 0; k < g.n; k++) {
             tkvi_entry e = g.e;
             uint32_t *id = &ids[g.i + k];
             int tokens;
             e.start += k * g.step;
             tokens = (int)tkvi_saved_tokens(from, g.i + k, &e);
-            if (g.first < g.i) {
-                *id = tkvi_place_shared(&kv->pool, ids[g.first], &e, tokens);
+            if (!g.is_own) {
+                const uint32_t first = tkvi_placed_entry(l, layer, &g.first);
+                if (first == TKVI_NIL) return 0;
+                *id = tkvi_place_shared(&kv->pool, first, &e, tokens);
             } else {
                 *id = tkvi_take_entry(&kv->pool);
                 kv->pool.entry[*id] = e;
                 tkvi_place_block(l, layer, &to, &g, k, *id);
                 tkvi_block_of(kv, *id)->n_shared_slots = (uint8_t)tokens;
+                if (l->is_cache) tkvi_place_block_history(l, layer, t, g.c.run, tkvi_block_of(kv, *id));
             }
             list->n = g.i + k + 1;
             tkvi_place_meta(l, from, g.i + k, *id);
@@ -45201,19 +45986,20 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from,
     list->expired = from->expired;
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
+    return 1;
 }
 
 /* Codes the blocks of a saved table again; version map->room has it. Returns 0 if one is damaged. */
 static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
                              const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
-    const uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, l->seq, layer);
     tkvi_saved_group g;
     int k;
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
-        if (g.first < g.i) continue;
+        if (!g.is_own) continue;
         to = tkvi_landing_of(l, layer, from, t, map, &g);
         for (k = 0; k < g.n && to.table == table; k++) {
             const tkvi_block *b = tkvi_block_of(kv, ids[g.i + k]);
@@ -45235,25 +46021,30 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
     return 1;
 }
 
+/* Places the new tables of a layer. had: version of the current table before, or -1. */
+static void tkvi_place_new_tables(tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                                  const tkvi_table_map *map, int had) {
+    int i;
+    for (i = 0; i < t->n; i++) {
+        if (!map->is_new[i]) continue;
+        tkvi_place_table(l, layer, t, i, map->version[i]);
+        l->info.n_tables++;
+        if (had >= 0 || tkvi_load32(tkvi_saved_table(t, i) + 4) != 1) continue;
+        tkvi_table_use(l->kv, layer, map->version[i]);
+        if (l->kv->stats.tokens_seen && !l->is_cache) tkvi_plan_next_table(l->kv, layer, 0);
+    }
+}
+
 /* Places tables, entries and blocks of a layer. Returns 0 if a block is damaged. */
 static int tkvi_place_layer(tkvi_loader *l, int layer) {
-    tkv_cache *kv = l->kv;
-    const int had = kv->tables.current_version[layer];
     tkvi_saved_list list;
     tkvi_saved_tables t;
     tkvi_table_map map;
-    int i, fits = 1;
+    int i, fits;
     if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
     map = tkvi_map_tables(l, layer, &list, &t);
-    for (i = 0; i < t.n; i++) {
-        if (!map.is_new[i]) continue;
-        tkvi_place_table(l, layer, &t, i, map.version[i]);
-        l->info.n_tables++;
-        if (had >= 0 || tkvi_load32(tkvi_saved_table(&t, i) + 4) != 1) continue;
-        tkvi_table_use(kv, layer, map.version[i]);
-        if (kv->stats.tokens_seen) tkvi_plan_next_table(kv, layer, 0);
-    }
-    tkvi_place_entries(l, layer, &list, &t, &map);
+    tkvi_place_new_tables(l, layer, &t, &map, l->kv->tables.current_version[layer]);
+    fits = tkvi_place_entries(l, layer, &list, &t, &map);
     for (i = 0; i < t.n && fits; i++) {
         if (map.version[i] != -1) continue;
         tkvi_place_table(l, layer, &t, i, map.room);
@@ -45264,47 +46055,229 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     return fits;
 }
 
+/* >>a whole cache */
+/* Links the holders of each shared block of a layer as they were. Returns 0 if the file names no rings. */
+static int tkvi_place_rings(tkvi_loader *l, int layer) {
+    tkvi_pool *pool = &l->kv->pool;
+    int64_t n_shared = 0, n_first = 0;
+    int i;
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const uint32_t *ids = tkvi_ids(l->kv, l->seq, layer);
+        tkvi_saved_list list;
+        if (tkvi_open_list(l, layer, &list)) return 0;
+        for (i = 0; i < list.n; i++) {
+            tkvi_entry *e = &pool->entry[ids[i]];
+            tkvi_saved_holder next = tkvi_saved_next_holder(&list, i), first;
+            const uint32_t id = tkvi_placed_entry(l, layer, &next),
+                           is_first = tkvi_load32(tkvi_run_of_entry(&list, i) + 60);
+            if (id == TKVI_NIL || pool->entry[id].block != e->block || is_first > 1) return 0;
+            if (pool->block[e->block].refs == 1) continue;
+            (void)tkvi_read_entry(&list, i, &first);
+            n_shared += tkvi_is_own_block(&list, i, &first);
+            n_first += is_first;
+            e->next_holder = id;
+            e->is_first = (uint8_t)is_first;
+        }
+    }
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        for (i = 0; i < tkvi_list_of(l->kv, l->seq, layer)->n; i++) {
+            const uint32_t id = tkvi_ids(l->kv, l->seq, layer)[i];
+            uint32_t n = 1, other = pool->entry[id].next_holder;
+            if (!pool->entry[id].is_first) continue;
+            for (; other != id && !pool->entry[other].is_first; n++) {
+                if (n >= pool->block[pool->entry[id].block].refs) return 0;
+                other = pool->entry[other].next_holder;
+            }
+            if (other != id || n != pool->block[pool->entry[id].block].refs) return 0;
+        }
+    return n_first == n_shared;
+}
+
+static int tkvi_place_layer_of_all(tkvi_loader *l, int layer) {
+    tkvi_saved_list list;
+    tkvi_saved_tables t;
+    tkvi_table_map map;
+    l->seq = 0;
+    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    map = tkvi_map_tables(l, layer, &list, &t);
+    tkvi_place_new_tables(l, layer, &t, &map, -1);
+    for (; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        if (tkvi_open_list(l, layer, &list) || !tkvi_place_entries(l, layer, &list, &t, &map)) return 0;
+    return tkvi_place_rings(l, layer);
+}
+
+/* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
+static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
+    const tkvi_pool *pool = &l->kv->pool;
+    tkvi_numbers io;
+    memset(&io, 0, sizeof io);
+    io.kv = l->kv;
+    io.mode = TKVI_CHECKS_NUMBERS;
+    io.at = s.at;
+    io.end = s.at ? s.at + s.n : NULL;
+    io.most_entries =
+        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
+    if (!s.at) io.is_wrong = 1;
+    return io;
+}
+
+/* Entries of all lists in the file. */
+static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
+    tkvi_saved_list list;
+    int64_t n = 0;
+    int layer;
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++)
+            if (l->kv->tables.plan[layer].stored_layer == layer && !tkvi_open_list(l, layer, &list))
+                n += list.n;
+    return n;
+}
+
+static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
+    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
+    if (!io->is_wrong) tkvi_visit_cache(io);
+    if (!io->is_wrong && io->is_other)
+        return tkvi_refuse_saved_model(
+            l, "the cache was saved with another config; create this one with the same", -1);
+    if (io->is_wrong || io->at != io->end)
+        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+    io->mode = TKVI_PROVIDES_NUMBERS;
+    return TKV_OK;
+}
+
+/* Visits the numbers again, from the first. */
+static void tkvi_visit_again(const tkvi_loader *l, tkvi_numbers *io, tkvi_number_mode mode) {
+    io->mode = mode;
+    io->at = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0).at;
+    tkvi_visit_cache(io);
+}
+
+/* Empties a cache that a whole load has begun to fill, in which rings may be broken. */
+static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    uint32_t i;
+    int seq, v, c;
+    memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_drop_states(&kv->states, seq, 0);
+    memset(kv->states.is_stateful, 0, (size_t)n_layers);
+    kv->states.n_stateful = 0;
+    for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;
+    pool->n_entries = pool->n_blocks = pool->n_offloaded = pool->n_late = 0;
+    pool->free_block = pool->free_entry = pool->free_page = TKVI_NIL;
+    tkvi_link_free_blocks(pool, 0);
+    pool->n_free_pages = 0;
+    for (i = 0; i < pool->n_pages; i++) {
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(pool->page[i].bytes, kv->tables.page_bytes);
+        pool->page[i].taken = 0;
+        pool->page[i].used = 0;
+        tkvi_free_page(pool, i);
+    }
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        pool->used_slots[c] = 0;
+        pool->partial_pages[c] = TKVI_NIL;
+    }
+    if (pool->source) memset(pool->source, 0, pool->source_cap * sizeof *pool->source);
+    if (l->attached) pool->attached[l->attached - 1].n_sources = 1;
+    memset(kv->tables.current_version, -1, (size_t)n_layers);
+    for (v = 0; v < TKVI_VERSIONS; v++) {
+        if (had_versions >> v & 1) continue;
+        tkvi_put(&kv->heap, kv->tables.version[v].bytes, kv->tables.version_bytes);
+        memset(&kv->tables.version[v], 0, sizeof kv->tables.version[v]);
+    }
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_shrink_index(kv, seq);
+}
+
 /* >>states and tokens */
+typedef struct tkvi_saved_state {
+    int layer, n_tokens;
+    int shared_with; /* of a whole cache: the sequence that has its bytes; -1: they are here */
+    const uint8_t *bytes;
+    size_t size;
+} tkvi_saved_state;
+
 /* Reads the state at *at. Returns 0 if it does not fit into the section. */
-static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, int *layer, int *n_tokens,
-                                 const uint8_t **bytes, size_t *size) {
+static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_state *out) {
     uint64_t n;
     if (s->n - *at < TKVI_SAVED_STATE) return 0;
-    *layer = tkvi_saved_int(s->at + *at);
-    *n_tokens = tkvi_saved_int(s->at + *at + 4);
+    out->layer = tkvi_saved_int(s->at + *at);
+    out->n_tokens = tkvi_saved_int(s->at + *at + 4);
+    out->shared_with = -1;
+    out->size = 0;
     n = tkvi_load64(s->at + *at + 8);
     *at += TKVI_SAVED_STATE;
+    if (n >= TKVI_SHARED_STATE && n - TKVI_SHARED_STATE < TKVI_FOREVER) {
+        out->shared_with = (int)(n - TKVI_SHARED_STATE);
+        return 1;
+    }
     if (n > s->n - *at || tkvi_gap_to((size_t)n, 8) > s->n - *at - (size_t)n) return 0;
-    *bytes = s->at + *at;
-    *size = (size_t)n;
+    out->bytes = s->at + *at;
+    out->size = (size_t)n;
     *at += (size_t)n + tkvi_gap_to((size_t)n, 8);
     return 1;
 }
 
+/* Checks the states of the sequence. */
 static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    const uint8_t *bytes;
-    size_t at = 0, size;
-    int layer, n_tokens;
-    if (!s.at) return tkvi_refuse_file(l, "the saved sequence has no section of states");
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
+    tkvi_saved_state state;
+    size_t at = 0;
+    if (!s.at)
+        return l->is_cache ? TKV_OK : tkvi_refuse_file(l, "the saved sequence has no section of states");
     if (s.n && !TKVI_HAS_STATES)
         return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
     while (at < s.n)
-        if (!tkvi_read_saved_state(&s, &at, &layer, &n_tokens, &bytes, &size) || layer < 0 ||
-            layer >= l->kv->tables.cfg.model.n_layers || n_tokens < 1 ||
-            n_tokens > l->kv->tables.cfg.limits.max_tokens || !size)
+        if (!tkvi_read_saved_state(&s, &at, &state) || state.layer < 0 ||
+            state.layer >= l->kv->tables.cfg.model.n_layers || state.n_tokens < 1 ||
+            state.n_tokens > l->kv->tables.cfg.limits.max_tokens ||
+            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq))
             return tkvi_refuse_file(l, "a saved state is not valid");
     return TKV_OK;
 }
 
 static tkv_status tkvi_place_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    const uint8_t *bytes;
-    size_t at = 0, size;
-    int layer, n_tokens;
+    tkvi_saved_state state;
+    size_t at = 0;
     tkv_status st = TKV_OK;
-    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &layer, &n_tokens, &bytes, &size))
-        st = tkv_seq_put_state(l->kv, l->p->seq, layer, n_tokens, bytes, size);
+    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+        st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+    return st;
+}
+
+/* Places a state of a whole cache. Nothing makes room for it: the saved cache had room. */
+static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state *from) {
+    tkvi_states *s = &l->kv->states;
+    tkvi_state *state;
+    int at;
+    if (!tkvi_grow_state_list(s, l->seq, s->list[l->seq].n + 1))
+        return tkvi_refuse_no_memory(l->kv, "no memory for the states of sequence", l->seq, "");
+    if (from->shared_with >= 0) {
+        state = tkvi_find_state(&s->list[from->shared_with], from->layer, from->n_tokens, &at);
+        if (!state) return tkvi_refuse_file(l, "a saved state is not valid");
+    } else {
+        const size_t bytes = tkvi_state_bytes(from->size);
+        state = bytes && bytes <= s->limit - s->held_bytes ? tkvi_new_state(s, from->size) : NULL;
+        if (!state) return tkvi_refuse_no_memory(l->kv, "no memory for the states of sequence", l->seq, "");
+        state->layer = from->layer;
+        state->n_tokens = from->n_tokens;
+        memcpy(tkvi_bytes_of_state(state), from->bytes, from->size);
+    }
+    tkvi_list_state(s, l->seq, state);
+    return TKV_OK;
+}
+
+static tkv_status tkvi_place_states_of_all(tkvi_loader *l) {
+    tkvi_saved_state state;
+    tkv_status st = TKV_OK;
+    for (l->seq = 0; TKVI_HAS_STATES && l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->seq);
+        size_t at = 0;
+        while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+            st = tkvi_place_state_of_all(l, &state);
+    }
     return st;
 }
 
@@ -45345,10 +46318,15 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t 
     if (!st) st = tkvi_check_saved_tokens(l);
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         if (l->kv->tables.plan[layer].stored_layer != layer) continue;
-        st = tkvi_check_saved_list(l, layer);
+        for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+            st = tkvi_check_saved_list(l, layer);
         if (!st) st = tkvi_check_saved_tables(l, layer);
     }
-    return st ? st : tkvi_check_saved_states(l);
+    for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        st = tkvi_check_saved_states(l);
+    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
+    l->seq = tkvi_first_loaded_seq(l);
+    return st;
 }
 
 /* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
@@ -45360,7 +46338,8 @@ static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t 
     return st;
 }
 
-/* Checks what was placed by the rules of tkv_check: of a group the first and the last entry, or all with token_meta. */
+/* Checks what was placed of the sequence by the rules of tkv_check: of a group the first and the last entry, or all
+ * with token_meta. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
@@ -45373,29 +46352,39 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
         tkvi_saved_group g;
         tkvi_saved_list list;
         if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
-        st = tkvi_check_ids(&k, l->p->seq, layer);
-        if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
+        st = tkvi_check_ids(&k, l->seq, layer);
+        if (!st) st = tkvi_check_counts(&k, l->seq, layer);
         memset(&g, 0, sizeof g);
         while (!st && tkvi_next_group(&list, &g))
             for (i = 0; i < g.n && !st; i += list.meta ? 1 : tkvi_max(1, g.n - 1))
-                st = tkvi_check_entry(&k, l->p->seq, layer, g.i + i);
+                st = tkvi_check_entry(&k, l->seq, layer, g.i + i);
     }
     return st ? tkvi_refuse_file(l, reason) : TKV_OK;
+}
+
+/* Counts the late blocks of the sequence, each with one of its entries. */
+static void tkvi_count_late_blocks(tkv_cache *kv, int seq) {
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
+            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
+    }
+}
+
+static tkv_status tkvi_refuse_damaged_block(tkvi_loader *l, int layer) {
+    return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
 }
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
     const int had_loaded = kv->budget.has_loaded, seq = l->p->seq;
     tkv_status st = TKV_OK;
-    int layer, i;
+    int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
-            st = tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
-            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
-    }
+            st = tkvi_refuse_damaged_block(l, layer);
+    tkvi_count_late_blocks(kv, seq);
     kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);
     if (!st) st = tkvi_place_states(l);
@@ -45429,6 +46418,78 @@ static tkv_status tkvi_provide_attached(tkvi_loader *l) {
     pool->attached[i].size = l->file.end;
     pool->attached[i].n_sources = 1;
     l->attached = (uint16_t)(i + 1);
+    return TKV_OK;
+}
+
+/* Provides all that a whole cache had. Nothing is recoded for it: the saved cache had room. */
+static tkv_status tkvi_provide_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    tkvi_demand demand = tkvi_no_demand();
+    tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
+    int64_t pages;
+    int provided = 1, layer;
+    if (st) return st;
+    tkvi_visit_again(l, &l->numbers, TKVI_PROVIDES_NUMBERS);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_saved_tables t;
+        int i;
+        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_tables(l, layer, &t)) continue;
+        for (i = 0; i < t.n; i++)
+            provided &= tkvi_allocate_version(kv, (int)tkvi_load32(tkvi_saved_table(&t, i)));
+    }
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const int longest = tkvi_count_saved(kv, l, &demand);
+        if (longest) provided &= tkvi_grow_lists(kv, l->seq, longest);
+    }
+    if (demand.entries)
+        provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
+    pages = tkvi_pages_for_demand(pool, &demand) - pool->recode_pages;
+    while (provided && !pool->keep_all && pool->n_pages < pages) provided = tkvi_add_page(pool);
+    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
+}
+
+/* Reserves again what sequences had reserved, and gets the free pages that the saved cache had. */
+static void tkvi_reserve_again(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    const tkvi_demand none = tkvi_no_demand();
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        if (!kv->seq[seq].reserved_len) continue;
+        tkvi_reserve_slots(kv, seq, kv->seq[seq].reserved_len);
+        if (!tkvi_provide(pool, &none)) tkvi_reserve_slots(kv, seq, 0);
+    }
+    while (!pool->keep_all && (int64_t)pool->n_pages < l->numbers.n_pages &&
+           (int64_t)pool->n_pages < tkvi_pages_for_demand(pool, &none) + pool->kept_free_pages)
+        if (!tkvi_add_page(pool)) break;
+}
+
+/* Places a whole cache. After an error it is as new. */
+static tkv_status tkvi_place_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_checker k;
+    char reason[96] = "";
+    tkv_status st = TKV_OK;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer_of_all(l, layer))
+            st = tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
+        tkvi_count_late_blocks(kv, l->seq);
+        kv->budget.has_loaded = 1;
+        st = tkvi_check_placed(l);
+    }
+    if (!st) st = tkvi_place_states_of_all(l);
+    if (st) return st;
+    tkvi_visit_again(l, &l->numbers, TKVI_STORES_NUMBERS);
+    tkvi_reserve_again(l);
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) tkvi_remember_turns(kv, l->seq);
+    k.kv = kv;
+    k.reason = reason;
+    k.size = sizeof reason;
+    if (TKVI_HAS_METER && kv->meter && tkvi_check_meter(&k)) tkvi_meter_clear(kv->meter);
     return TKV_OK;
 }
 
@@ -45469,9 +46530,22 @@ static void tkvi_count_loaded_tokens(tkv_cache *kv, int seq) {
     }
 }
 
+/* 1 if nothing was appended, loaded or learned since the cache was created. */
+static int tkvi_is_new_cache(const tkv_cache *kv) {
+    int i, is_new = !kv->pool.n_entries && !kv->states.held_bytes;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
+        is_new &= !kv->list[i].len;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++) is_new &= !kv->seq[i].reserved_len;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        is_new &=
+            kv->tables.current_version[i] < 0 && (!kv->stats.tokens_seen || kv->stats.tokens_seen[i] < 1);
+    return is_new;
+}
+
 static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
+    const int is_cache = p->seq == TKV_ALL_SEQS;
     int layer, seq;
-    if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
+    if (!is_cache && !tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
     if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
     if (p->attach && !TKVI_HAS_ATTACH) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves out attach");
@@ -45483,6 +46557,11 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
                              "; commit or abort it first");
+    if (is_cache)
+        return tkvi_is_new_cache(kv)
+                   ? TKV_OK
+                   : tkvi_fail(kv, TKV_ERR_STATE,
+                               "a whole cache is loaded into a new one, just after its creation", 0, NULL);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, p->seq, layer)->len)
             return tkvi_fail(kv, TKV_ERR_STATE, "reset it before a load: tokens are in sequence", p->seq, "");
@@ -45491,11 +46570,54 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
     return TKV_OK;
 }
 
+/* Loads the sequence of a verified file. */
+static tkv_status tkvi_load_seq(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const int seq = l->p->seq;
+    uint8_t *taken;
+    tkv_status st =
+        tkvi_take_room(kv, l->p->scratch, l->p->scratch_bytes, tkvi_room_for_piece(kv), &l->room, &taken);
+    if (st) return st;
+    kv->seq[seq].used = ++kv->call.clock;
+    st = tkvi_provide_file(l);
+    if (!st) st = tkvi_place_file(l);
+    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
+    if (!st) tkvi_take_tokens(l);
+    tkvi_release_attached(l, st); /* the caller may free the bytes now */
+    tkvi_release_unused(kv, seq);
+    tkvi_shrink_index(kv, seq);
+    if (st) return st;
+    tkvi_remember_turns(kv, seq);
+    tkvi_count_loaded_tokens(kv, seq);
+    l->info.n_tokens = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    return TKV_OK;
+}
+
+/* Loads the whole cache of a verified file. */
+static tkv_status tkvi_load_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const unsigned had_versions = tkvi_allocated_versions(kv);
+    const size_t had_limit = kv->heap.limit;
+    tkv_status st = tkvi_provide_cache(l);
+    int seq;
+    if (!st) st = tkvi_place_cache(l);
+    if (st) {
+        kv->heap.limit = had_limit;
+        kv->budget.has_loaded = 0;
+        tkvi_empty_cache(l, had_versions);
+    } else {
+        tkvi_take_tokens(l);
+    }
+    tkvi_release_attached(l, st);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
+        l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    return st;
+}
+
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
     tkv_status st;
-    uint8_t *taken = NULL;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
     st = tkvi_check_load(kv, p, bytes, size);
@@ -45503,21 +46625,10 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     memset(&l, 0, sizeof l);
     l.kv = kv;
     l.p = p;
+    l.is_cache = p->seq == TKV_ALL_SEQS;
     st = tkvi_verify_file(&l, (const uint8_t *)bytes, size);
-    if (!st) st = tkvi_take_room(kv, p->scratch, p->scratch_bytes, tkvi_room_for_piece(kv), &l.room, &taken);
+    if (!st) st = l.is_cache ? tkvi_load_cache(&l) : tkvi_load_seq(&l);
     if (st) return st;
-    kv->seq[p->seq].used = ++kv->call.clock;
-    st = tkvi_provide_file(&l);
-    if (!st) st = tkvi_place_file(&l);
-    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
-    if (!st) tkvi_take_tokens(&l);
-    tkvi_release_attached(&l, st); /* the caller may free the bytes now */
-    tkvi_release_unused(kv, p->seq);
-    tkvi_shrink_index(kv, p->seq);
-    if (st) return st;
-    tkvi_remember_turns(kv, p->seq);
-    tkvi_count_loaded_tokens(kv, p->seq);
-    l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;
     return tkvi_ok(kv);
 }

@@ -48,6 +48,7 @@ extern "C" {
 #define TKV_ALL_LAYERS (-3) /* as a layer */
 #define TKV_NO_SEQ (-4)     /* as a sequence */
 #define TKV_NEVER (-5)      /* as a step: it has not happened */
+#define TKV_ALL_SEQS (-6)   /* as a sequence, of tkv_seq_save and tkv_seq_load: the whole cache */
 /* TKV_ZERO means the number 0 in a float field whose 0 means "default". Only fields whose comment names TKV_ZERO
  * accept it. It is a tiny negative number, recognised by its bits. A config text writes it as `zero`. */
 #define TKV_ZERO (-1e-30f)

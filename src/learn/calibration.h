@@ -102,27 +102,34 @@ static size_t tkvi_parts_bytes(const tkvi_geometry *g, int parts) {
 }
 
 /* >>saving */
+/* Writes a head of a version of the layer's table. Returns the end. */
+static uint8_t *tkvi_save_head(const tkv_cache *kv, int layer, int version, int head, uint8_t *at) {
+    const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
+    const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
+    int i;
+    tkvi_store16(at, (uint16_t)h->reach);
+    tkvi_store16(at + 2, (uint16_t)h->k_weight);
+    at[4] = (uint8_t)h->k_top;
+    at[5] = (uint8_t)h->v_top;
+    at += 6;
+    for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
+        const int channel = tkvi_order_at(h->order, g->k_pad, i);
+        at[0] = (uint8_t)(channel & 255);
+        if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
+    }
+    memcpy(at, h->importance, (size_t)g->head_dim);
+    at += g->head_dim;
+    for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
+    return at;
+}
+
 /* Writes these parts of a version of the layer's table, as drawn above. Returns the end. */
 static uint8_t *tkvi_save_table(const tkv_cache *kv, int layer, int version, int parts, uint8_t *at) {
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
     const tkvi_family *f = NULL;
-    int head, i;
-    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++) {
-        const tkvi_head *h = &tkvi_heads_of(&kv->tables, layer, version)[head];
-        tkvi_store16(at, (uint16_t)h->reach);
-        tkvi_store16(at + 2, (uint16_t)h->k_weight);
-        at[4] = (uint8_t)h->k_top;
-        at[5] = (uint8_t)h->v_top;
-        at += 6;
-        for (i = 0; i < g->head_dim; i++, at += tkvi_index_bytes(g)) {
-            const int channel = tkvi_order_at(h->order, g->k_pad, i);
-            at[0] = (uint8_t)(channel & 255);
-            if (g->head_dim > 256) at[1] = (uint8_t)(channel >> 8);
-        }
-        memcpy(at, h->importance, (size_t)g->head_dim);
-        at += g->head_dim;
-        for (i = 0; i < g->head_dim; i++, at += 2) tkvi_store16(at, tkvi_f32_to_f16(h->mean[i]));
-    }
+    int head;
+    for (head = 0; (parts & 1) && head < g->n_kv_heads; head++)
+        at = tkvi_save_head(kv, layer, version, head, at);
     while ((f = tkvi_next_family(parts, f)) != NULL) {
         const tkvi_family_state from = tkvi_table_state_of(&kv->tables, f, layer, version);
         f->save(&from, at);

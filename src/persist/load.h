@@ -1,5 +1,6 @@
 /*
- * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one.
+ * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one, or a whole cache into a
+ * new one.
  *
  *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
  *     provide    versions for the tables, entries, slots, states; a failure changes no token
@@ -7,7 +8,7 @@
  *
  * Tables are known by their bytes. A table that the layer has already is not stored twice. Without a free version the
  * blocks of one are coded again with the layer's current table: those of the cache first (reclaim/versions.h), else
- * those of the file.
+ * those of the file. A whole cache gets its versions as they were.
  */
 #ifndef TKVI_PERSIST_LOAD_H
 #define TKVI_PERSIST_LOAD_H
@@ -21,9 +22,12 @@ typedef struct tkvi_loader {
     tkv_cache *kv;
     const tkv_load_params *p;
     tkvi_saved_file file;
-    int flags, n_tokens; /* of the head */
-    uint8_t *room;       /* for a table, or for a block */
-    uint16_t attached;   /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
+    int flags, n_tokens;  /* of the head */
+    int is_cache;         /* 1: a whole cache is loaded */
+    int seq;              /* the sequence that is being loaded */
+    uint8_t *room;        /* for a table, or for a block */
+    uint16_t attached;    /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
+    tkvi_numbers numbers; /* of a whole cache */
     tkv_load_info info;
 } tkvi_loader;
 
@@ -35,8 +39,14 @@ static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int l
     return tkvi_fail(l->kv, TKV_ERR_DATA, why, layer, "");
 }
 
-static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int layer) {
-    return tkvi_find_section(&l->file, kind, layer, NULL);
+static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int number) {
+    return tkvi_find_section(&l->file, kind, number, NULL);
+}
+
+/* The first sequence to load, and the end of those to load. */
+static int tkvi_first_loaded_seq(const tkvi_loader *l) { return l->is_cache ? 0 : l->p->seq; }
+static int tkvi_loaded_seqs_end(const tkvi_loader *l) {
+    return l->is_cache ? l->kv->tables.cfg.limits.max_seqs : l->p->seq + 1;
 }
 
 /* Opens the last save, and checks all sections. info.end is 0 if there is none. */
@@ -104,20 +114,33 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
     }
     l->flags = (int)tkvi_load32(head.at + 32);
     l->n_tokens = tkvi_saved_int(head.at + 36);
-    return l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES) ? tkvi_refuse_file(l, "unknown flags")
-                                                                     : TKV_OK;
+    if (l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES | TKVI_SAVED_IS_CACHE))
+        return tkvi_refuse_file(l, "unknown flags");
+    if (((l->flags & TKVI_SAVED_IS_CACHE) != 0) != l->is_cache)
+        return tkvi_refuse_saved_model(l,
+                                       l->is_cache ? "one sequence was saved: load it as a sequence"
+                                                   : "a whole cache was saved: load it with TKV_ALL_SEQS",
+                                       -1);
+    return TKV_OK;
 }
 
 /* >>lists */
-/* Finds the list of a layer, and checks its sizes. */
+/* Finds the list of a layer of the sequence, and checks its sizes. In a whole cache an empty one has no section. */
 static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
-    const char *fault = tkvi_open_saved_list(tkvi_loaded_section(l, TKVI_SAVED_LISTS, layer), l->flags, out);
+    const int number = l->is_cache ? l->seq * l->kv->tables.cfg.model.n_layers + layer : layer;
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_LISTS, number);
+    const char *fault;
+    memset(out, 0, sizeof *out);
+    out->is_cache = l->is_cache;
+    out->seq = l->seq;
+    if (l->is_cache && !s.at) return TKV_OK;
+    fault = tkvi_open_saved_list(s, l->flags, l->seq, out);
     return fault ? tkvi_refuse_saved_layer(l, fault, layer) : TKV_OK;
 }
 
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
 static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int tier) {
-    int first, other;
+    tkvi_saved_holder first, other;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
     const uint8_t *at = tkvi_run_of_entry(list, i);
     const int64_t end = i + 1 < list->n ? tkvi_saved_start(list, i + 1) : list->len,
@@ -126,10 +149,12 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
         !tkvi_are_zeros(at + 30, 2) || (tkvi_saved_int(at + 12) == 1 ? at[29] > 0 : at[29] < 1))
         return "an entry has a number that it cannot have, layer";
     if (e.tier != tier || e.has_anchors != (i < list->anchors)) return "an entry is not in its tier, layer";
-    if (first < 0 || first > i) return "an entry names no block, layer";
-    if (first < i) {
-        (void)tkvi_read_entry(list, first, &other);
-        if (other != first || e.has_anchors) return "an entry names no block, layer";
+    if (first.i < 0 || first.seq < 0 || first.seq > list->seq || (first.seq == list->seq && first.i > i))
+        return "an entry names no block, layer";
+    if (!tkvi_is_own_block(list, i, &first) && e.has_anchors) return "an entry names no block, layer";
+    if (first.seq == list->seq && first.i < i) {
+        (void)tkvi_read_entry(list, first.i, &other);
+        if (!list->is_cache && !tkvi_is_same_holder(&other, &first)) return "an entry names no block, layer";
     }
     if (e.start < 0 || e.start > TKVI_FOREVER || (i >= list->anchors && end <= e.start))
         return "entries are out of order, layer";
@@ -148,7 +173,8 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
 /* Returns the fault of the token_meta of a saved entry, or NULL. */
 static const char *tkvi_find_meta_fault(tkvi_saved_list *list, int i) {
     const uint8_t *at = list->meta + (size_t)i * list->meta_bytes;
-    int first, t;
+    tkvi_saved_holder first;
+    int t;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
     for (t = 0; t < e.n_packed && e.has_anchors; t++)
         if (t >= TKVI_ANCHOR_SLOTS || tkvi_saved_int(at + 40 + 4 * t) < 0 ||
@@ -173,13 +199,15 @@ static const char *tkvi_find_run_fault(const tkvi_loader *l, tkvi_saved_list *li
     const uint8_t *at = tkvi_run_of_entry(list, i);
     const int n = tkvi_saved_int(at + 12), last = i + n - 1;
     const char *fault = tkvi_find_entry_fault(l, list, i, tkvi_saved_tier(list, i));
+    tkvi_saved_holder first;
     if (fault) return fault;
+    (void)tkvi_read_entry(list, i, &first);
     if (n > 1) {
-        if ((i < list->sinks) != (last < list->sinks) || tkvi_saved_int(at + 4) != i || at[28])
+        if ((i < list->sinks) != (last < list->sinks) || at[28] || (first.seq == list->seq && first.i != i))
             return "entries that repeat are not alike, layer";
         fault = tkvi_find_entry_fault(l, list, last, tkvi_saved_tier(list, last));
     }
-    *n_blocks += tkvi_saved_int(at + 4) == i ? n : 0;
+    *n_blocks += tkvi_is_own_block(list, i, &first) ? n : 0;
     return fault;
 }
 
@@ -210,14 +238,17 @@ static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout
 }
 
 /* Checks the numbers of a run of blocks, that this cache has their layout, and where their records lie. */
-static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const uint8_t *run) {
+static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_saved_list *list, int i) {
+    const uint8_t *run = tkvi_saved_blocks(list, i);
     const int64_t repeat = tkvi_saved_repeat(run);
     const uint64_t at = tkvi_load64(run + 16);
     int layout;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2))
+        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (list->is_cache && (tkvi_load16(run + 26) > l->kv->tables.n_layouts ||
+                            tkvi_load16(run + 28) > run[2] || tkvi_load16(run + 30))))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
-    layout = tkvi_layout_of_saved(l->kv, layer, run);
+    layout = tkvi_layout_of_saved(l->kv, layer, run, list->is_cache);
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
@@ -234,8 +265,8 @@ static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(list, &g)) {
         const tkvi_layout *c;
-        if (g.first < g.i || tkvi_stays_in_file(l, layer, list, g.i)) continue;
-        c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run)];
+        if (!g.is_own || tkvi_stays_in_file(l, layer, list, g.i)) continue;
+        c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run, list->is_cache)];
         for (k = 0; k < g.n; k++)
             if (!tkvi_verify_record(l, c, tkvi_saved_record_at(&g.c, k, c)))
                 return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
@@ -270,8 +301,7 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
-    for (i = 0; i < list.n_block_runs && !st; i++)
-        st = tkvi_check_saved_blocks(l, layer, tkvi_saved_blocks(&list, i));
+    for (i = 0; i < list.n_block_runs && !st; i++) st = tkvi_check_saved_blocks(l, layer, &list, i);
     return st ? st : tkvi_check_saved_records(l, layer, &list);
 }
 
@@ -308,12 +338,26 @@ static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t versio
     return n;
 }
 
+/* Counts the blocks of a layer in the file by the version of their table. n[TKVI_VERSIONS]: those with a table. */
+static tkv_status tkvi_count_saved_blocks(tkvi_loader *l, int layer, int64_t *n) {
+    tkvi_saved_list list;
+    int v;
+    memset(n, 0, (TKVI_VERSIONS + 1) * sizeof *n);
+    for (l->seq = tkvi_first_loaded_seq(l); l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const tkv_status st = tkvi_open_list(l, layer, &list);
+        if (st) return st;
+        n[TKVI_VERSIONS] += list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION);
+        for (v = 0; v < TKVI_VERSIONS; v++) n[v] += tkvi_n_blocks_of_version(&list, (uint32_t)v);
+    }
+    return TKV_OK;
+}
+
 static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     const int need = tkvi_table_parts(l->kv, layer);
-    tkvi_saved_list list;
+    int64_t n_blocks[TKVI_VERSIONS + 1], n = 0;
     tkvi_saved_tables t;
-    tkv_status st = tkvi_open_list(l, layer, &list);
-    int i, n = 0, current = 0;
+    tkv_status st = tkvi_count_saved_blocks(l, layer, n_blocks);
+    int i, current = 0;
     unsigned seen = 0;
     if (!st) st = tkvi_open_saved_tables(l, layer, &t);
     if (st) return st;
@@ -327,12 +371,15 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
         current += (int)tkvi_load32(at + 4);
         fault = tkvi_find_table_fault(l->kv, layer, t.parts, at + 8);
         if (fault) return tkvi_refuse_saved_layer(l, "a saved table is not valid, layer", layer);
-        n += tkvi_n_blocks_of_version(&list, v);
-        if ((t.parts & need) != need && tkvi_n_blocks_of_version(&list, v))
+        n += n_blocks[v];
+        if ((t.parts & need) != need && n_blocks[v])
             return tkvi_refuse_saved_model(l, "the sequence was saved without a part of the tables of layer",
                                            layer);
     }
-    return n != list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION) || current > 1
+    if (l->is_cache && t.n && (!need || t.parts != need))
+        return tkvi_refuse_saved_model(l, "the cache was saved with other parts of the tables of layer",
+                                       layer);
+    return n != n_blocks[TKVI_VERSIONS] || current > 1
                ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
                : TKV_OK;
 }
@@ -361,6 +408,12 @@ static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkv
     tkvi_table_map map;
     int i, v, pass;
     memset(&map, 0, sizeof map);
+    map.room = -1;
+    for (i = 0; i < t->n && l->is_cache; i++) {
+        map.version[i] = (int8_t)tkvi_load32(tkvi_saved_table(t, i));
+        map.is_new[i] = 1;
+    }
+    if (l->is_cache) return map;
     for (i = 0; i < t->n; i++) {
         const int is_current = (int)tkvi_load32(tkvi_saved_table(t, i) + 4);
         const int is_needed = tkvi_n_blocks_of_version(list, tkvi_load32(tkvi_saved_table(t, i))) > 0 ||
@@ -380,7 +433,6 @@ static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkv
             map.is_new[i] = 1;
             used |= 1u << v;
         }
-    map.room = -1;
     for (i = 0; i < t->n; i++)
         if (map.is_new[i]) map.room = map.version[i]; /* it is filled with its own table last */
     return map;
@@ -439,7 +491,8 @@ typedef struct tkvi_landing {
 static tkvi_landing tkvi_landing_of(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
                                     const tkvi_saved_tables *t, const tkvi_table_map *map,
                                     const tkvi_saved_group *g) {
-    const int base = tkvi_layout_of_saved(l->kv, layer, g->c.run), table = tkvi_table_of_saved(t, g->c.run);
+    const int base = tkvi_layout_of_saved(l->kv, layer, g->c.run, l->is_cache),
+              table = tkvi_table_of_saved(t, g->c.run);
     const int version = table < 0 ? 0 : map->version[table];
     tkvi_landing to;
     to.layout = base + (version >= 0 ? version : l->kv->tables.current_version[layer]);
@@ -467,7 +520,7 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
         memset(&g, 0, sizeof g);
         while (tkvi_next_group(&list, &g)) {
             tkvi_landing to;
-            if (g.first < g.i) continue;
+            if (!g.is_own) continue;
             to = tkvi_landing_of(&l, layer, &list, &t, &map, &g);
             if (!to.is_attached) demand->slots[kv->tables.layout[to.layout].size_class] += g.n;
         }
@@ -486,8 +539,8 @@ static void tkvi_place_meta(tkvi_loader *l, const tkvi_saved_list *list, int i, 
     m->temporary_mask = tkvi_load64(at + 8);
     m->anchored_mask = tkvi_load64(at + 16);
     m->temporary_until = tkvi_saved_int(at + 24);
-    m->score_step = tkvi_min(tkvi_saved_int(at + 28), list->len);
-    m->moved_at = tkvi_min(tkvi_saved_int(at + 32), list->len + 1);
+    m->score_step = l->is_cache ? tkvi_saved_int(at + 28) : tkvi_min(tkvi_saved_int(at + 28), list->len);
+    m->moved_at = l->is_cache ? tkvi_saved_int(at + 32) : tkvi_min(tkvi_saved_int(at + 32), list->len + 1);
     for (t = 0; t < TKVI_ANCHOR_SLOTS && l->kv->pool.entry[id].has_anchors; t++)
         m->index.any[t] = tkvi_saved_int(at + 40 + 4 * t);
     for (t = 0; t < TKVI_BLOCK && !l->kv->pool.entry[id].has_anchors; t++)
@@ -504,6 +557,19 @@ static void tkvi_place_source(tkvi_loader *l, uint32_t number, tkvi_stored_as wh
     source->what = (uint8_t)what;
     source->is_verified = 0;
     l->kv->pool.attached[l->attached - 1].n_sources++;
+}
+
+/* 1 if blocks of a layer can have a layout. Its table, if it has one, is in the file. */
+static int tkvi_can_have_layout(const tkvi_loader *l, int layer, const tkvi_saved_tables *t, int layout) {
+    const tkvi_tier_spec *specs = tkvi_tier_specs_of(&l->kv->tables, layer);
+    int i, k, can = 0;
+    for (i = 0; i < l->kv->tables.n_levels * TKV_TIER_COUNT; i++) {
+        const int base = specs[i / TKV_TIER_COUNT].layout[i % TKV_TIER_COUNT];
+        can |= layout == base && !specs[i / TKV_TIER_COUNT].needs_table[i % TKV_TIER_COUNT];
+        for (k = 0; k < t->n && specs[i / TKV_TIER_COUNT].needs_table[i % TKV_TIER_COUNT]; k++)
+            can |= layout == base + (int)tkvi_load32(tkvi_saved_table(t, k));
+    }
+    return can;
 }
 
 /* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew. */
@@ -550,32 +616,52 @@ static uint32_t tkvi_place_shared(tkvi_pool *pool, uint32_t first, const tkvi_en
     return id;
 }
 
-/* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. Cannot fail: all is
- * provided. */
-static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
-                               const tkvi_table_map *map) {
+/* The entry that was placed for one of the file. TKVI_NIL: there is none yet. */
+static uint32_t tkvi_placed_entry(const tkvi_loader *l, int layer, const tkvi_saved_holder *h) {
+    const int seq = l->is_cache ? h->seq : l->seq;
+    if (seq < 0 || seq >= l->kv->tables.cfg.limits.max_seqs || h->i < 0 ||
+        h->i >= tkvi_list_of(l->kv, seq, layer)->n)
+        return TKVI_NIL;
+    return tkvi_ids(l->kv, seq, layer)[h->i];
+}
+
+/* What only a whole cache knows of a block. */
+static void tkvi_place_block_history(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                                     const uint8_t *run, tkvi_block *b) {
+    const int previous = tkvi_load16(run + 26);
+    if (previous && tkvi_can_have_layout(l, layer, t, previous - 1)) b->previous_layout = (uint16_t)previous;
+    b->n_shared_slots = (uint8_t)tkvi_load16(run + 28);
+}
+
+/* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. All memory is provided.
+ * Returns 0 if an entry names no block. */
+static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
+                              const tkvi_table_map *map) {
     tkv_cache *kv = l->kv;
-    tkvi_list *list = tkvi_list_of(kv, l->p->seq, layer);
-    uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
+    tkvi_list *list = tkvi_list_of(kv, l->seq, layer);
+    uint32_t *ids = tkvi_ids(kv, l->seq, layer);
     tkvi_saved_group g;
     int k;
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
-        if (g.first == g.i) to = tkvi_landing_of(l, layer, from, t, map, &g);
+        if (g.is_own) to = tkvi_landing_of(l, layer, from, t, map, &g);
         for (k = 0; k < g.n; k++) {
             tkvi_entry e = g.e;
             uint32_t *id = &ids[g.i + k];
             int tokens;
             e.start += k * g.step;
             tokens = (int)tkvi_saved_tokens(from, g.i + k, &e);
-            if (g.first < g.i) {
-                *id = tkvi_place_shared(&kv->pool, ids[g.first], &e, tokens);
+            if (!g.is_own) {
+                const uint32_t first = tkvi_placed_entry(l, layer, &g.first);
+                if (first == TKVI_NIL) return 0;
+                *id = tkvi_place_shared(&kv->pool, first, &e, tokens);
             } else {
                 *id = tkvi_take_entry(&kv->pool);
                 kv->pool.entry[*id] = e;
                 tkvi_place_block(l, layer, &to, &g, k, *id);
                 tkvi_block_of(kv, *id)->n_shared_slots = (uint8_t)tokens;
+                if (l->is_cache) tkvi_place_block_history(l, layer, t, g.c.run, tkvi_block_of(kv, *id));
             }
             list->n = g.i + k + 1;
             tkvi_place_meta(l, from, g.i + k, *id);
@@ -589,19 +675,20 @@ static void tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from,
     list->expired = from->expired;
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
+    return 1;
 }
 
 /* Codes the blocks of a saved table again; version map->room has it. Returns 0 if one is damaged. */
 static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
                              const tkvi_table_map *map, int table) {
     tkv_cache *kv = l->kv;
-    const uint32_t *ids = tkvi_ids(kv, l->p->seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, l->seq, layer);
     tkvi_saved_group g;
     int k;
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
-        if (g.first < g.i) continue;
+        if (!g.is_own) continue;
         to = tkvi_landing_of(l, layer, from, t, map, &g);
         for (k = 0; k < g.n && to.table == table; k++) {
             const tkvi_block *b = tkvi_block_of(kv, ids[g.i + k]);
@@ -623,25 +710,30 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
     return 1;
 }
 
+/* Places the new tables of a layer. had: version of the current table before, or -1. */
+static void tkvi_place_new_tables(tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                                  const tkvi_table_map *map, int had) {
+    int i;
+    for (i = 0; i < t->n; i++) {
+        if (!map->is_new[i]) continue;
+        tkvi_place_table(l, layer, t, i, map->version[i]);
+        l->info.n_tables++;
+        if (had >= 0 || tkvi_load32(tkvi_saved_table(t, i) + 4) != 1) continue;
+        tkvi_table_use(l->kv, layer, map->version[i]);
+        if (l->kv->stats.tokens_seen && !l->is_cache) tkvi_plan_next_table(l->kv, layer, 0);
+    }
+}
+
 /* Places tables, entries and blocks of a layer. Returns 0 if a block is damaged. */
 static int tkvi_place_layer(tkvi_loader *l, int layer) {
-    tkv_cache *kv = l->kv;
-    const int had = kv->tables.current_version[layer];
     tkvi_saved_list list;
     tkvi_saved_tables t;
     tkvi_table_map map;
-    int i, fits = 1;
+    int i, fits;
     if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
     map = tkvi_map_tables(l, layer, &list, &t);
-    for (i = 0; i < t.n; i++) {
-        if (!map.is_new[i]) continue;
-        tkvi_place_table(l, layer, &t, i, map.version[i]);
-        l->info.n_tables++;
-        if (had >= 0 || tkvi_load32(tkvi_saved_table(&t, i) + 4) != 1) continue;
-        tkvi_table_use(kv, layer, map.version[i]);
-        if (kv->stats.tokens_seen) tkvi_plan_next_table(kv, layer, 0);
-    }
-    tkvi_place_entries(l, layer, &list, &t, &map);
+    tkvi_place_new_tables(l, layer, &t, &map, l->kv->tables.current_version[layer]);
+    fits = tkvi_place_entries(l, layer, &list, &t, &map);
     for (i = 0; i < t.n && fits; i++) {
         if (map.version[i] != -1) continue;
         tkvi_place_table(l, layer, &t, i, map.room);
@@ -652,47 +744,229 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     return fits;
 }
 
+/* >>a whole cache */
+/* Links the holders of each shared block of a layer as they were. Returns 0 if the file names no rings. */
+static int tkvi_place_rings(tkvi_loader *l, int layer) {
+    tkvi_pool *pool = &l->kv->pool;
+    int64_t n_shared = 0, n_first = 0;
+    int i;
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const uint32_t *ids = tkvi_ids(l->kv, l->seq, layer);
+        tkvi_saved_list list;
+        if (tkvi_open_list(l, layer, &list)) return 0;
+        for (i = 0; i < list.n; i++) {
+            tkvi_entry *e = &pool->entry[ids[i]];
+            tkvi_saved_holder next = tkvi_saved_next_holder(&list, i), first;
+            const uint32_t id = tkvi_placed_entry(l, layer, &next),
+                           is_first = tkvi_load32(tkvi_run_of_entry(&list, i) + 60);
+            if (id == TKVI_NIL || pool->entry[id].block != e->block || is_first > 1) return 0;
+            if (pool->block[e->block].refs == 1) continue;
+            (void)tkvi_read_entry(&list, i, &first);
+            n_shared += tkvi_is_own_block(&list, i, &first);
+            n_first += is_first;
+            e->next_holder = id;
+            e->is_first = (uint8_t)is_first;
+        }
+    }
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        for (i = 0; i < tkvi_list_of(l->kv, l->seq, layer)->n; i++) {
+            const uint32_t id = tkvi_ids(l->kv, l->seq, layer)[i];
+            uint32_t n = 1, other = pool->entry[id].next_holder;
+            if (!pool->entry[id].is_first) continue;
+            for (; other != id && !pool->entry[other].is_first; n++) {
+                if (n >= pool->block[pool->entry[id].block].refs) return 0;
+                other = pool->entry[other].next_holder;
+            }
+            if (other != id || n != pool->block[pool->entry[id].block].refs) return 0;
+        }
+    return n_first == n_shared;
+}
+
+static int tkvi_place_layer_of_all(tkvi_loader *l, int layer) {
+    tkvi_saved_list list;
+    tkvi_saved_tables t;
+    tkvi_table_map map;
+    l->seq = 0;
+    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    map = tkvi_map_tables(l, layer, &list, &t);
+    tkvi_place_new_tables(l, layer, &t, &map, -1);
+    for (; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        if (tkvi_open_list(l, layer, &list) || !tkvi_place_entries(l, layer, &list, &t, &map)) return 0;
+    return tkvi_place_rings(l, layer);
+}
+
+/* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
+static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
+    const tkvi_pool *pool = &l->kv->pool;
+    tkvi_numbers io;
+    memset(&io, 0, sizeof io);
+    io.kv = l->kv;
+    io.mode = TKVI_CHECKS_NUMBERS;
+    io.at = s.at;
+    io.end = s.at ? s.at + s.n : NULL;
+    io.most_entries =
+        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
+    if (!s.at) io.is_wrong = 1;
+    return io;
+}
+
+/* Entries of all lists in the file. */
+static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
+    tkvi_saved_list list;
+    int64_t n = 0;
+    int layer;
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++)
+            if (l->kv->tables.plan[layer].stored_layer == layer && !tkvi_open_list(l, layer, &list))
+                n += list.n;
+    return n;
+}
+
+static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
+    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
+    if (!io->is_wrong) tkvi_visit_cache(io);
+    if (!io->is_wrong && io->is_other)
+        return tkvi_refuse_saved_model(
+            l, "the cache was saved with another config; create this one with the same", -1);
+    if (io->is_wrong || io->at != io->end)
+        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+    io->mode = TKVI_PROVIDES_NUMBERS;
+    return TKV_OK;
+}
+
+/* Visits the numbers again, from the first. */
+static void tkvi_visit_again(const tkvi_loader *l, tkvi_numbers *io, tkvi_number_mode mode) {
+    io->mode = mode;
+    io->at = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0).at;
+    tkvi_visit_cache(io);
+}
+
+/* Empties a cache that a whole load has begun to fill, in which rings may be broken. */
+static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    uint32_t i;
+    int seq, v, c;
+    memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_drop_states(&kv->states, seq, 0);
+    memset(kv->states.is_stateful, 0, (size_t)n_layers);
+    kv->states.n_stateful = 0;
+    for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;
+    pool->n_entries = pool->n_blocks = pool->n_offloaded = pool->n_late = 0;
+    pool->free_block = pool->free_entry = pool->free_page = TKVI_NIL;
+    tkvi_link_free_blocks(pool, 0);
+    pool->n_free_pages = 0;
+    for (i = 0; i < pool->n_pages; i++) {
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(pool->page[i].bytes, kv->tables.page_bytes);
+        pool->page[i].taken = 0;
+        pool->page[i].used = 0;
+        tkvi_free_page(pool, i);
+    }
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        pool->used_slots[c] = 0;
+        pool->partial_pages[c] = TKVI_NIL;
+    }
+    if (pool->source) memset(pool->source, 0, pool->source_cap * sizeof *pool->source);
+    if (l->attached) pool->attached[l->attached - 1].n_sources = 1;
+    memset(kv->tables.current_version, -1, (size_t)n_layers);
+    for (v = 0; v < TKVI_VERSIONS; v++) {
+        if (had_versions >> v & 1) continue;
+        tkvi_put(&kv->heap, kv->tables.version[v].bytes, kv->tables.version_bytes);
+        memset(&kv->tables.version[v], 0, sizeof kv->tables.version[v]);
+    }
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_shrink_index(kv, seq);
+}
+
 /* >>states and tokens */
+typedef struct tkvi_saved_state {
+    int layer, n_tokens;
+    int shared_with; /* of a whole cache: the sequence that has its bytes; -1: they are here */
+    const uint8_t *bytes;
+    size_t size;
+} tkvi_saved_state;
+
 /* Reads the state at *at. Returns 0 if it does not fit into the section. */
-static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, int *layer, int *n_tokens,
-                                 const uint8_t **bytes, size_t *size) {
+static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_state *out) {
     uint64_t n;
     if (s->n - *at < TKVI_SAVED_STATE) return 0;
-    *layer = tkvi_saved_int(s->at + *at);
-    *n_tokens = tkvi_saved_int(s->at + *at + 4);
+    out->layer = tkvi_saved_int(s->at + *at);
+    out->n_tokens = tkvi_saved_int(s->at + *at + 4);
+    out->shared_with = -1;
+    out->size = 0;
     n = tkvi_load64(s->at + *at + 8);
     *at += TKVI_SAVED_STATE;
+    if (n >= TKVI_SHARED_STATE && n - TKVI_SHARED_STATE < TKVI_FOREVER) {
+        out->shared_with = (int)(n - TKVI_SHARED_STATE);
+        return 1;
+    }
     if (n > s->n - *at || tkvi_gap_to((size_t)n, 8) > s->n - *at - (size_t)n) return 0;
-    *bytes = s->at + *at;
-    *size = (size_t)n;
+    out->bytes = s->at + *at;
+    out->size = (size_t)n;
     *at += (size_t)n + tkvi_gap_to((size_t)n, 8);
     return 1;
 }
 
+/* Checks the states of the sequence. */
 static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    const uint8_t *bytes;
-    size_t at = 0, size;
-    int layer, n_tokens;
-    if (!s.at) return tkvi_refuse_file(l, "the saved sequence has no section of states");
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
+    tkvi_saved_state state;
+    size_t at = 0;
+    if (!s.at)
+        return l->is_cache ? TKV_OK : tkvi_refuse_file(l, "the saved sequence has no section of states");
     if (s.n && !TKVI_HAS_STATES)
         return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
     while (at < s.n)
-        if (!tkvi_read_saved_state(&s, &at, &layer, &n_tokens, &bytes, &size) || layer < 0 ||
-            layer >= l->kv->tables.cfg.model.n_layers || n_tokens < 1 ||
-            n_tokens > l->kv->tables.cfg.limits.max_tokens || !size)
+        if (!tkvi_read_saved_state(&s, &at, &state) || state.layer < 0 ||
+            state.layer >= l->kv->tables.cfg.model.n_layers || state.n_tokens < 1 ||
+            state.n_tokens > l->kv->tables.cfg.limits.max_tokens ||
+            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq))
             return tkvi_refuse_file(l, "a saved state is not valid");
     return TKV_OK;
 }
 
 static tkv_status tkvi_place_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    const uint8_t *bytes;
-    size_t at = 0, size;
-    int layer, n_tokens;
+    tkvi_saved_state state;
+    size_t at = 0;
     tkv_status st = TKV_OK;
-    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &layer, &n_tokens, &bytes, &size))
-        st = tkv_seq_put_state(l->kv, l->p->seq, layer, n_tokens, bytes, size);
+    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+        st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+    return st;
+}
+
+/* Places a state of a whole cache. Nothing makes room for it: the saved cache had room. */
+static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state *from) {
+    tkvi_states *s = &l->kv->states;
+    tkvi_state *state;
+    int at;
+    if (!tkvi_grow_state_list(s, l->seq, s->list[l->seq].n + 1))
+        return tkvi_refuse_no_memory(l->kv, "no memory for the states of sequence", l->seq, "");
+    if (from->shared_with >= 0) {
+        state = tkvi_find_state(&s->list[from->shared_with], from->layer, from->n_tokens, &at);
+        if (!state) return tkvi_refuse_file(l, "a saved state is not valid");
+    } else {
+        const size_t bytes = tkvi_state_bytes(from->size);
+        state = bytes && bytes <= s->limit - s->held_bytes ? tkvi_new_state(s, from->size) : NULL;
+        if (!state) return tkvi_refuse_no_memory(l->kv, "no memory for the states of sequence", l->seq, "");
+        state->layer = from->layer;
+        state->n_tokens = from->n_tokens;
+        memcpy(tkvi_bytes_of_state(state), from->bytes, from->size);
+    }
+    tkvi_list_state(s, l->seq, state);
+    return TKV_OK;
+}
+
+static tkv_status tkvi_place_states_of_all(tkvi_loader *l) {
+    tkvi_saved_state state;
+    tkv_status st = TKV_OK;
+    for (l->seq = 0; TKVI_HAS_STATES && l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->seq);
+        size_t at = 0;
+        while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+            st = tkvi_place_state_of_all(l, &state);
+    }
     return st;
 }
 
@@ -733,10 +1007,15 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t 
     if (!st) st = tkvi_check_saved_tokens(l);
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         if (l->kv->tables.plan[layer].stored_layer != layer) continue;
-        st = tkvi_check_saved_list(l, layer);
+        for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+            st = tkvi_check_saved_list(l, layer);
         if (!st) st = tkvi_check_saved_tables(l, layer);
     }
-    return st ? st : tkvi_check_saved_states(l);
+    for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        st = tkvi_check_saved_states(l);
+    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
+    l->seq = tkvi_first_loaded_seq(l);
+    return st;
 }
 
 /* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
@@ -748,7 +1027,8 @@ static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t 
     return st;
 }
 
-/* Checks what was placed by the rules of tkv_check: of a group the first and the last entry, or all with token_meta. */
+/* Checks what was placed of the sequence by the rules of tkv_check: of a group the first and the last entry, or all
+ * with token_meta. */
 static tkv_status tkvi_check_placed(tkvi_loader *l) {
     tkvi_checker k;
     tkv_status st = TKV_OK;
@@ -761,29 +1041,39 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
         tkvi_saved_group g;
         tkvi_saved_list list;
         if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
-        st = tkvi_check_ids(&k, l->p->seq, layer);
-        if (!st) st = tkvi_check_counts(&k, l->p->seq, layer);
+        st = tkvi_check_ids(&k, l->seq, layer);
+        if (!st) st = tkvi_check_counts(&k, l->seq, layer);
         memset(&g, 0, sizeof g);
         while (!st && tkvi_next_group(&list, &g))
             for (i = 0; i < g.n && !st; i += list.meta ? 1 : tkvi_max(1, g.n - 1))
-                st = tkvi_check_entry(&k, l->p->seq, layer, g.i + i);
+                st = tkvi_check_entry(&k, l->seq, layer, g.i + i);
     }
     return st ? tkvi_refuse_file(l, reason) : TKV_OK;
+}
+
+/* Counts the late blocks of the sequence, each with one of its entries. */
+static void tkvi_count_late_blocks(tkv_cache *kv, int seq) {
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
+            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
+    }
+}
+
+static tkv_status tkvi_refuse_damaged_block(tkvi_loader *l, int layer) {
+    return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
 }
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
     const int had_loaded = kv->budget.has_loaded, seq = l->p->seq;
     tkv_status st = TKV_OK;
-    int layer, i;
+    int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
-            st = tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
-            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
-    }
+            st = tkvi_refuse_damaged_block(l, layer);
+    tkvi_count_late_blocks(kv, seq);
     kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);
     if (!st) st = tkvi_place_states(l);
@@ -817,6 +1107,78 @@ static tkv_status tkvi_provide_attached(tkvi_loader *l) {
     pool->attached[i].size = l->file.end;
     pool->attached[i].n_sources = 1;
     l->attached = (uint16_t)(i + 1);
+    return TKV_OK;
+}
+
+/* Provides all that a whole cache had. Nothing is recoded for it: the saved cache had room. */
+static tkv_status tkvi_provide_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    tkvi_demand demand = tkvi_no_demand();
+    tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
+    int64_t pages;
+    int provided = 1, layer;
+    if (st) return st;
+    tkvi_visit_again(l, &l->numbers, TKVI_PROVIDES_NUMBERS);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_saved_tables t;
+        int i;
+        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_tables(l, layer, &t)) continue;
+        for (i = 0; i < t.n; i++)
+            provided &= tkvi_allocate_version(kv, (int)tkvi_load32(tkvi_saved_table(&t, i)));
+    }
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const int longest = tkvi_count_saved(kv, l, &demand);
+        if (longest) provided &= tkvi_grow_lists(kv, l->seq, longest);
+    }
+    if (demand.entries)
+        provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
+    pages = tkvi_pages_for_demand(pool, &demand) - pool->recode_pages;
+    while (provided && !pool->keep_all && pool->n_pages < pages) provided = tkvi_add_page(pool);
+    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages) return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
+}
+
+/* Reserves again what sequences had reserved, and gets the free pages that the saved cache had. */
+static void tkvi_reserve_again(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    const tkvi_demand none = tkvi_no_demand();
+    int seq;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        if (!kv->seq[seq].reserved_len) continue;
+        tkvi_reserve_slots(kv, seq, kv->seq[seq].reserved_len);
+        if (!tkvi_provide(pool, &none)) tkvi_reserve_slots(kv, seq, 0);
+    }
+    while (!pool->keep_all && (int64_t)pool->n_pages < l->numbers.n_pages &&
+           (int64_t)pool->n_pages < tkvi_pages_for_demand(pool, &none) + pool->kept_free_pages)
+        if (!tkvi_add_page(pool)) break;
+}
+
+/* Places a whole cache. After an error it is as new. */
+static tkv_status tkvi_place_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_checker k;
+    char reason[96] = "";
+    tkv_status st = TKV_OK;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer_of_all(l, layer))
+            st = tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
+        tkvi_count_late_blocks(kv, l->seq);
+        kv->budget.has_loaded = 1;
+        st = tkvi_check_placed(l);
+    }
+    if (!st) st = tkvi_place_states_of_all(l);
+    if (st) return st;
+    tkvi_visit_again(l, &l->numbers, TKVI_STORES_NUMBERS);
+    tkvi_reserve_again(l);
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) tkvi_remember_turns(kv, l->seq);
+    k.kv = kv;
+    k.reason = reason;
+    k.size = sizeof reason;
+    if (TKVI_HAS_METER && kv->meter && tkvi_check_meter(&k)) tkvi_meter_clear(kv->meter);
     return TKV_OK;
 }
 
@@ -857,9 +1219,22 @@ static void tkvi_count_loaded_tokens(tkv_cache *kv, int seq) {
     }
 }
 
+/* 1 if nothing was appended, loaded or learned since the cache was created. */
+static int tkvi_is_new_cache(const tkv_cache *kv) {
+    int i, is_new = !kv->pool.n_entries && !kv->states.held_bytes;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
+        is_new &= !kv->list[i].len;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++) is_new &= !kv->seq[i].reserved_len;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        is_new &=
+            kv->tables.current_version[i] < 0 && (!kv->stats.tokens_seen || kv->stats.tokens_seen[i] < 1);
+    return is_new;
+}
+
 static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
+    const int is_cache = p->seq == TKV_ALL_SEQS;
     int layer, seq;
-    if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
+    if (!is_cache && !tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
     if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
         return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
     if (p->attach && !TKVI_HAS_ATTACH) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves out attach");
@@ -871,6 +1246,11 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open in sequence", seq,
                              "; commit or abort it first");
+    if (is_cache)
+        return tkvi_is_new_cache(kv)
+                   ? TKV_OK
+                   : tkvi_fail(kv, TKV_ERR_STATE,
+                               "a whole cache is loaded into a new one, just after its creation", 0, NULL);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, p->seq, layer)->len)
             return tkvi_fail(kv, TKV_ERR_STATE, "reset it before a load: tokens are in sequence", p->seq, "");
@@ -879,11 +1259,54 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
     return TKV_OK;
 }
 
+/* Loads the sequence of a verified file. */
+static tkv_status tkvi_load_seq(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const int seq = l->p->seq;
+    uint8_t *taken;
+    tkv_status st =
+        tkvi_take_room(kv, l->p->scratch, l->p->scratch_bytes, tkvi_room_for_piece(kv), &l->room, &taken);
+    if (st) return st;
+    kv->seq[seq].used = ++kv->call.clock;
+    st = tkvi_provide_file(l);
+    if (!st) st = tkvi_place_file(l);
+    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
+    if (!st) tkvi_take_tokens(l);
+    tkvi_release_attached(l, st); /* the caller may free the bytes now */
+    tkvi_release_unused(kv, seq);
+    tkvi_shrink_index(kv, seq);
+    if (st) return st;
+    tkvi_remember_turns(kv, seq);
+    tkvi_count_loaded_tokens(kv, seq);
+    l->info.n_tokens = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    return TKV_OK;
+}
+
+/* Loads the whole cache of a verified file. */
+static tkv_status tkvi_load_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const unsigned had_versions = tkvi_allocated_versions(kv);
+    const size_t had_limit = kv->heap.limit;
+    tkv_status st = tkvi_provide_cache(l);
+    int seq;
+    if (!st) st = tkvi_place_cache(l);
+    if (st) {
+        kv->heap.limit = had_limit;
+        kv->budget.has_loaded = 0;
+        tkvi_empty_cache(l, had_versions);
+    } else {
+        tkvi_take_tokens(l);
+    }
+    tkvi_release_attached(l, st);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
+        l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    return st;
+}
+
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
     tkv_status st;
-    uint8_t *taken = NULL;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
     st = tkvi_check_load(kv, p, bytes, size);
@@ -891,21 +1314,10 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
     memset(&l, 0, sizeof l);
     l.kv = kv;
     l.p = p;
+    l.is_cache = p->seq == TKV_ALL_SEQS;
     st = tkvi_verify_file(&l, (const uint8_t *)bytes, size);
-    if (!st) st = tkvi_take_room(kv, p->scratch, p->scratch_bytes, tkvi_room_for_piece(kv), &l.room, &taken);
+    if (!st) st = l.is_cache ? tkvi_load_cache(&l) : tkvi_load_seq(&l);
     if (st) return st;
-    kv->seq[p->seq].used = ++kv->call.clock;
-    st = tkvi_provide_file(&l);
-    if (!st) st = tkvi_place_file(&l);
-    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
-    if (!st) tkvi_take_tokens(&l);
-    tkvi_release_attached(&l, st); /* the caller may free the bytes now */
-    tkvi_release_unused(kv, p->seq);
-    tkvi_shrink_index(kv, p->seq);
-    if (st) return st;
-    tkvi_remember_turns(kv, p->seq);
-    tkvi_count_loaded_tokens(kv, p->seq);
-    l.info.n_tokens = tkv_get_length(kv, p->seq, TKV_ALL_LAYERS);
     if (out) *out = l.info;
     return tkvi_ok(kv);
 }

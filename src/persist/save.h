@@ -1,6 +1,6 @@
 /*
- * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence, or what changed since a former save
- * (persist/saved.h).
+ * persist/save.h - tkv_seq_save, tkv_seq_save_to: write a sequence or a whole cache, or what changed since a former
+ * save (persist/saved.h).
  *
  * Each section has a function that emits its bytes. It runs twice. At first its bytes are counted. Behind a former save
  * they are hashed too, and a section that the former one has is not written again. Then they are written and hashed.
@@ -9,6 +9,7 @@
 #define TKVI_PERSIST_SAVE_H
 
 #include "persist/saved.h"
+#include "persist/whole.h"
 #include "step/promote.h"
 #include "step/sequence.h"
 
@@ -35,7 +36,10 @@ typedef struct tkvi_saver {
     tkvi_xxh64_sum sum; /* of the section, unless it is of records */
     tkv_save_info info;
     tkv_status st;
-    /* the layer of the section */
+    int is_cache;           /* 1: all sequences are saved, and the state of the cache */
+    tkvi_save_place *place; /* [block_cap] of a whole cache: by entry */
+    /* the list of the section */
+    int seq, layer;
     tkvi_list list;
     uint32_t *ids;
     size_t first_block;  /* of the layer, among those of all layers */
@@ -70,18 +74,53 @@ static int tkvi_first_with_block(const tkv_cache *kv, const tkvi_list *list, con
     return first;
 }
 
+/* The first entry that is saved with the block of entry i. */
+static tkvi_saved_holder tkvi_first_saved_holder(const tkvi_saver *s, int i) {
+    tkvi_saved_holder first;
+    first.seq = s->is_cache ? s->seq : 0;
+    first.i = i;
+    if (s->kv->pool.block[s->kv->pool.entry[s->ids[i]].block].refs == 1) return first;
+    if (s->is_cache) return s->place[s->place[s->ids[i]].first].holder;
+    first.i = tkvi_first_with_block(s->kv, &s->list, s->ids, i);
+    return first;
+}
+
 static int tkvi_is_first_with_block(const tkvi_saver *s, int i) {
-    return s->kv->pool.block[s->kv->pool.entry[s->ids[i]].block].refs == 1 ||
-           tkvi_first_with_block(s->kv, &s->list, s->ids, i) == i;
+    const tkvi_saved_holder first = tkvi_first_saved_holder(s, i);
+    return first.i == i && (!s->is_cache || first.seq == s->seq);
+}
+
+/* Finds where each entry of the cache is saved, and the first entry with its block. */
+static void tkvi_place_all_entries(tkvi_saver *s) {
+    const tkv_cache *kv = s->kv;
+    int seq, layer, i;
+    memset(s->place, 0, kv->pool.block_cap * sizeof *s->place);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++) {
+                uint32_t other = ids[i];
+                s->place[other].holder.seq = seq;
+                s->place[other].holder.i = i;
+                if (s->place[other].has_first) continue;
+                do {
+                    s->place[other].first = ids[i];
+                    s->place[other].has_first = 1;
+                    other = kv->pool.entry[other].next_holder;
+                } while (other != ids[i]);
+            }
+        }
 }
 
 /* Looks at the list of a layer, or at the part of it with the first tokens. */
-static void tkvi_view_layer(tkvi_saver *s, int layer) {
-    const tkvi_list *list = tkvi_list_of(s->kv, s->p->seq, layer);
+static void tkvi_view_layer(tkvi_saver *s, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(s->kv, seq, layer);
+    s->seq = seq;
+    s->layer = layer;
     s->list = *list;
-    s->ids = tkvi_ids(s->kv, s->p->seq, layer);
+    s->ids = tkvi_ids(s->kv, seq, layer);
     if (!s->p->length || s->p->length >= list->len) return;
-    tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, s->p->seq, layer, s->p->length), list->n);
+    tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, seq, layer, s->p->length), list->n);
     s->list.len = s->p->length;
     s->list.expired = tkvi_min(list->expired, s->p->length);
     s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
@@ -99,11 +138,13 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     return e;
 }
 
-/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. */
+/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. In a whole cache, of
+ * the slots that tables are learned from. */
 static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
     const tkvi_pool *pool = &s->kv->pool;
     const uint32_t number = pool->entry[s->ids[i]].block;
     uint64_t slots = 0;
+    if (s->is_cache) return tkvi_slots_before(tkvi_slots_in_use(s->kv, &s->list, s->ids, i));
     for (; i < s->list.n; i++) {
         const tkvi_entry *e = &pool->entry[s->ids[i]];
         if (e->block != number) continue;
@@ -114,7 +155,7 @@ static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
     return slots;
 }
 
-/* Puts zeros into the slots of an exact block that have no token of this list: what they hold is not its. */
+/* Puts zeros into the other slots of an exact block: what they hold is of other lists, or of none. */
 static const uint8_t *tkvi_clear_other_slots(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record,
                                              int i) {
     const uint64_t others = tkvi_slots_before(c->tokens) & ~tkvi_saved_slots(s, i);
@@ -165,13 +206,14 @@ static uint64_t tkvi_emit_record(tkvi_saver *s, const tkvi_layout *c, const uint
 
 /* >>sections */
 static int tkvi_saved_flags(const tkvi_saver *s) {
-    if (!TKVI_HAS_EVICT || !s->kv->pool.token_meta) return 0;
-    return TKVI_SAVED_HAS_META | (s->p->with_scores ? TKVI_SAVED_HAS_SCORES : 0);
+    const int flags = s->is_cache ? TKVI_SAVED_IS_CACHE : 0;
+    if (!tkvi_keeps_token_meta(&s->kv->tables.cfg)) return flags;
+    return flags | TKVI_SAVED_HAS_META | (s->p->with_scores || s->is_cache ? TKVI_SAVED_HAS_SCORES : 0);
 }
 
 static void tkvi_emit_head(tkvi_saver *s, int layer) {
     uint8_t head[TKVI_SAVED_HEAD] = {0};
-    const int len = tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS);
+    const int len = s->is_cache ? 0 : tkv_get_length(s->kv, s->p->seq, TKV_ALL_LAYERS);
     (void)layer;
     memcpy(head, "TKVS", 4);
     tkvi_store32(head + 4, TKVI_SAVED_VERSION);
@@ -220,11 +262,17 @@ static void tkvi_emit_tokens(tkvi_saver *s, int section) {
 static unsigned tkvi_versions_to_save(const tkvi_saver *s, int layer) {
     const tkv_cache *kv = s->kv;
     unsigned mask = 0;
-    int i;
+    int i, seq = s->is_cache ? 0 : s->p->seq;
+    const int end = s->is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
     if (tkvi_has_table(kv, layer)) mask = 1u << kv->tables.current_version[layer];
-    for (i = 0; i < s->list.n; i++) {
-        const int version = tkvi_version_of(kv, tkvi_block_of(kv, s->ids[i])->layout);
-        if (version >= 0) mask |= 1u << version;
+    for (; seq < end; seq++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const int length = s->p->length,
+                  n = length ? tkvi_n_blocks_before(kv, seq, layer, length) : tkvi_list_of(kv, seq, layer)->n;
+        for (i = 0; i < n; i++) {
+            const int version = tkvi_version_of(kv, tkvi_block_of(kv, ids[i])->layout);
+            if (version >= 0) mask |= 1u << version;
+        }
     }
     return mask;
 }
@@ -275,6 +323,11 @@ static size_t tkvi_find_former_record(const tkvi_saver *s, const tkvi_saved_list
     return tkvi_load64(s->former.bytes + (size_t)at + n) == sum + at ? (size_t)at : 0;
 }
 
+/* The number of the list's sections. */
+static int tkvi_saved_list_number(const tkvi_saver *s) {
+    return s->is_cache ? s->seq * s->kv->tables.cfg.model.n_layers + s->layer : s->layer;
+}
+
 /* Looks for the records of a layer in the former save. Those that it does not have come behind s->records_from. */
 static void tkvi_place_new_records(tkvi_saver *s, int layer) {
     const tkvi_section head = tkvi_find_section(&s->former, TKVI_SAVED_HEAD_KIND, 0, NULL);
@@ -282,9 +335,9 @@ static void tkvi_place_new_records(tkvi_saver *s, int layer) {
     tkvi_block_cursor from = {NULL, 0, 0};
     int i, left = 0;
     size_t k = 0;
-    if (head.n == TKVI_SAVED_HEAD &&
-        !tkvi_open_saved_list(tkvi_find_section(&s->former, TKVI_SAVED_LISTS, layer, NULL),
-                              (int)tkvi_load32(head.at + 32), &list))
+    if (head.n == TKVI_SAVED_HEAD && !tkvi_open_saved_list(tkvi_find_section(&s->former, TKVI_SAVED_LISTS,
+                                                                             tkvi_saved_list_number(s), NULL),
+                                                           (int)tkvi_load32(head.at + 32), s->seq, &list))
         left = list.n_blocks;
     if (left) tkvi_next_saved_block(&list, &from);
     for (i = 0; i < s->list.n && !s->st; i++) {
@@ -339,7 +392,7 @@ static void tkvi_emit_records(tkvi_saver *s, int layer) {
 
 /* A run of entries or of blocks, while it grows. */
 typedef struct tkvi_run_writer {
-    uint8_t at[TKVI_SAVED_ENTRIES], last[TKVI_SAVED_ENTRIES];
+    uint8_t at[TKVI_SAVED_RUN_MOST], last[TKVI_SAVED_RUN_MOST];
     int repeat, n;  /* n: runs before this one */
     int is_counted; /* 1: no run is emitted */
 } tkvi_run_writer;
@@ -367,12 +420,30 @@ static void tkvi_add_to_run(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *it
     w->repeat++;
 }
 
+/* 1 if the holders that two entries of a whole cache name follow each other. */
+static int tkvi_do_holders_follow(const uint8_t *last, const uint8_t *entry) {
+    return memcmp(entry + 48, last + 48, 8) == 0 && tkvi_load32(entry + 4) == tkvi_load32(last + 4) + 1 &&
+           tkvi_load32(entry + 56) == tkvi_load32(last + 56) + 1 &&
+           tkvi_load32(entry + 60) == tkvi_load32(last + 60);
+}
+
 static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
     const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
-    const int is_alike = tkvi_load32(entry + 4) == tkvi_load32(entry) &&
-                         tkvi_load32(w->last + 4) == tkvi_load32(w->last) && step >= 1 &&
-                         step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;
-    tkvi_add_to_run(s, w, entry, TKVI_SAVED_ENTRIES, is_alike, step, 29);
+    const int is_alike = (s->is_cache ? tkvi_do_holders_follow(w->last, entry)
+                                      : tkvi_load32(entry + 4) == tkvi_load32(entry) &&
+                                            tkvi_load32(w->last + 4) == tkvi_load32(w->last)) &&
+                         step >= 1 && step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;
+    tkvi_add_to_run(s, w, entry, tkvi_entry_run_bytes(s->is_cache), is_alike, step, 29);
+}
+
+/* The part of an entry that only a whole cache has. */
+static void tkvi_save_holders(const tkvi_saver *s, int i, const tkvi_saved_holder *first, uint8_t *at) {
+    const tkvi_entry *e = &s->kv->pool.entry[s->ids[i]];
+    const tkvi_saved_holder next = s->place[e->next_holder].holder;
+    tkvi_store32(at, (uint32_t)first->seq);
+    tkvi_store32(at + 4, (uint32_t)next.seq);
+    tkvi_store32(at + 8, (uint32_t)next.i);
+    tkvi_store32(at + 12, e->is_first);
 }
 
 static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
@@ -383,10 +454,10 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
     for (i = 0; i < s->list.n; i++) {
         tkvi_token_meta m;
         const tkvi_entry e = tkvi_view_entry(s, i, &m);
-        const int is_own = s->kv->pool.block[e.block].refs == 1;
-        uint8_t at[TKVI_SAVED_ENTRIES] = {0};
+        const tkvi_saved_holder first = tkvi_first_saved_holder(s, i);
+        uint8_t at[TKVI_SAVED_RUN_MOST] = {0};
         tkvi_store32(at, (uint32_t)i);
-        tkvi_store32(at + 4, (uint32_t)(is_own ? i : tkvi_first_with_block(s->kv, &s->list, s->ids, i)));
+        tkvi_store32(at + 4, (uint32_t)first.i);
         tkvi_store32(at + 8, (uint32_t)e.start);
         tkvi_store32(at + 16, (uint32_t)e.shift);
         tkvi_store32(at + 20, (uint32_t)e.turned);
@@ -397,10 +468,11 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
         at[28] = e.has_anchors;
         tkvi_store64(at + 32, e.evicted_mask);
         tkvi_store64(at + 40, TKVI_HAS_EVICT ? e.sink_mask : 0);
-        if (i == s->list.sinks) tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+        if (s->is_cache) tkvi_save_holders(s, i, &first, at + 48);
+        if (i == s->list.sinks) tkvi_end_run(s, &w, tkvi_entry_run_bytes(s->is_cache));
         tkvi_add_saved_entry(s, &w, at);
     }
-    tkvi_end_run(s, &w, TKVI_SAVED_ENTRIES);
+    tkvi_end_run(s, &w, tkvi_entry_run_bytes(s->is_cache));
     return w.n;
 }
 
@@ -408,12 +480,21 @@ static int tkvi_emit_entry_runs(tkvi_saver *s, int is_counted) {
 static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *block, size_t bytes) {
     const int64_t step = (int64_t)tkvi_saved_int(block + 8) - tkvi_saved_int(w->last + 8);
     const int is_alike = step >= 0 && step <= 255 && memcmp(block, w->last, 5) == 0 &&
+                         memcmp(block + 24, w->last + 24, 8) == 0 &&
                          tkvi_load64(block + 16) == tkvi_load64(w->last + 16) + (uint64_t)bytes;
-    tkvi_add_to_run(s, w, block, TKVI_SAVED_BLOCKS, is_alike, step, 5);
+    tkvi_add_to_run(s, w, block, tkvi_block_run_bytes(s->is_cache), is_alike, step, 5);
+}
+
+/* The previous layout of a block. Only recomputation asks for it. 0 if its table is not saved. */
+static uint16_t tkvi_previous_layout_to_save(const tkvi_saver *s, const tkvi_block *b, unsigned versions) {
+    const int version = b->previous_layout ? tkvi_version_of(s->kv, b->previous_layout - 1) : -1;
+    if (!s->kv->tables.cfg.recompute.compute) return 0;
+    return version < 0 || versions >> version & 1 ? b->previous_layout : (uint16_t)0;
 }
 
 /* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */
 static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
+    const unsigned versions = s->is_cache ? tkvi_versions_to_save(s, s->layer) : 0;
     tkvi_run_writer w;
     size_t k = 0, next = 0;
     int i;
@@ -423,7 +504,7 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
         const tkvi_layout *c = &s->kv->tables.layout[b->layout];
         const int version = tkvi_version_of(s->kv, b->layout);
-        uint8_t at[TKVI_SAVED_BLOCKS] = {0};
+        uint8_t at[TKVI_SAVED_RUN_MOST] = {0};
         if (!tkvi_is_first_with_block(s, i)) continue;
         at[0] = (uint8_t)c->pair.k;
         at[1] = (uint8_t)c->pair.v;
@@ -432,9 +513,14 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
+        if (s->is_cache) {
+            tkvi_store16(at + 24, b->layout);
+            tkvi_store16(at + 26, tkvi_previous_layout_to_save(s, b, versions));
+            tkvi_store16(at + 28, b->n_shared_slots);
+        }
         tkvi_add_saved_block(s, &w, at, tkvi_saved_record_bytes(c));
     }
-    tkvi_end_run(s, &w, TKVI_SAVED_BLOCKS);
+    tkvi_end_run(s, &w, tkvi_block_run_bytes(s->is_cache));
     *n_blocks = (int)k;
     return w.n;
 }
@@ -455,7 +541,9 @@ static void tkvi_emit_meta(tkvi_saver *s, int i) {
     for (t = 0; t < TKVI_BLOCK && !e.has_anchors && e.n_packed; t++)
         tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
     for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
-    tkvi_emit(s, at, TKVI_SAVED_META + (s->p->with_scores ? (size_t)TKVI_SAVED_SCORES : 0));
+    tkvi_emit(s, at,
+              TKVI_SAVED_META +
+                  (tkvi_saved_flags(s) & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0));
 }
 
 static void tkvi_emit_list(tkvi_saver *s, int layer) {
@@ -475,67 +563,119 @@ static void tkvi_emit_list(tkvi_saver *s, int layer) {
     for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
 }
 
-static void tkvi_emit_states(tkvi_saver *s, int layer) {
-    const tkvi_state_list *list = &s->kv->states.list[s->p->seq];
+/* The first sequence of a whole cache that holds a state: seq, or one before it. */
+static int tkvi_first_with_state(const tkv_cache *kv, int seq, const tkvi_state *state) {
+    int first = state->n_holders > 1 ? 0 : seq, at;
+    while (first < seq &&
+           tkvi_find_state(&kv->states.list[first], state->layer, state->n_tokens, &at) != state)
+        first++;
+    return first;
+}
+
+static void tkvi_emit_states(tkvi_saver *s, int seq) {
+    const tkvi_state_list *list = &s->kv->states.list[seq];
     int i;
-    (void)layer;
     for (i = 0; TKVI_HAS_STATES && i < list->n; i++) {
         const tkvi_state *state = list->held[i].state;
+        const int first = s->is_cache ? tkvi_first_with_state(s->kv, seq, state) : seq;
         uint8_t at[TKVI_SAVED_STATE];
         if (s->p->length && state->n_tokens > s->p->length) continue;
         tkvi_store32(at, (uint32_t)state->layer);
         tkvi_store32(at + 4, (uint32_t)state->n_tokens);
-        tkvi_store64(at + 8, (uint64_t)state->size);
+        tkvi_store64(at + 8, first < seq ? TKVI_SHARED_STATE + (uint64_t)first : (uint64_t)state->size);
         tkvi_emit(s, at, sizeof at);
+        if (first < seq) continue;
         tkvi_emit(s, tkvi_bytes_of_state(state), state->size);
         tkvi_emit_zeros(s, tkvi_gap_to(state->size, 8));
     }
 }
 
-typedef void (*tkvi_emitter)(tkvi_saver *s, int layer);
+static void tkvi_emit_number(void *saver, const void *bytes, size_t n) {
+    tkvi_emit((tkvi_saver *)saver, bytes, n);
+}
+
+static void tkvi_emit_cache(tkvi_saver *s, int number) {
+    tkvi_numbers io;
+    (void)number;
+    memset(&io, 0, sizeof io);
+    io.kv = s->kv;
+    io.mode = TKVI_SAVES_NUMBERS;
+    io.emit = tkvi_emit_number;
+    io.saver = s;
+    tkvi_visit_cache(&io);
+}
+
+typedef void (*tkvi_emitter)(tkvi_saver *s, int number);
 
 /* In the order of tkvi_saved_kind. */
 static const tkvi_emitter tkvi_emitters[TKVI_SAVED_KINDS] = {
     tkvi_emit_head,    tkvi_emit_model, tkvi_emit_tokens, tkvi_emit_tables,
-    tkvi_emit_records, tkvi_emit_list,  tkvi_emit_states};
+    tkvi_emit_records, tkvi_emit_list,  tkvi_emit_states, tkvi_emit_cache};
 
 /* >>the whole */
-/* Goes to the next section. kind begins at 0, *layer at -1. Returns 0 behind the last one. */
-static int tkvi_next_section(const tkvi_saver *s, int *kind, int *layer) {
-    const tkv_cache *kv = s->kv;
-    for (++*layer; *kind < TKVI_SAVED_KINDS; ++*kind, *layer = 0) {
-        const int n = *kind == TKVI_SAVED_TOKENS
-                          ? (s->p->n_tokens + TKVI_SAVED_TOKENS_AT_ONCE - 1) / TKVI_SAVED_TOKENS_AT_ONCE
-                      : tkvi_is_by_layer(*kind) ? kv->tables.cfg.model.n_layers
-                                                : 1;
-        for (; *layer < n; ++*layer)
-            if (!tkvi_is_by_layer(*kind) || kv->tables.plan[*layer].stored_layer == *layer) return 1;
+/* Number of the sections of a kind, those of layers without blocks of their own counted too. */
+static int tkvi_n_sections_of(const tkvi_saver *s, int kind) {
+    const int n_layers = s->kv->tables.cfg.model.n_layers,
+              n_seqs = s->is_cache ? s->kv->tables.cfg.limits.max_seqs : 1;
+    switch (kind) {
+    case TKVI_SAVED_TOKENS:
+        return (s->p->n_tokens + TKVI_SAVED_TOKENS_AT_ONCE - 1) / TKVI_SAVED_TOKENS_AT_ONCE;
+    case TKVI_SAVED_TABLES: return n_layers;
+    case TKVI_SAVED_RECORDS:
+    case TKVI_SAVED_LISTS: return n_layers * n_seqs;
+    case TKVI_SAVED_STATES: return n_seqs;
+    case TKVI_SAVED_CACHE: return s->is_cache;
+    default: return 1;
     }
+}
+
+/* Goes to the next section. kind begins at 0, *number at -1. Returns 0 behind the last one. A sequence of a whole cache
+ * that has no tokens and no states has no sections. */
+static int tkvi_next_section(const tkvi_saver *s, int *kind, int *number) {
+    const tkv_cache *kv = s->kv;
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    for (++*number; *kind < TKVI_SAVED_KINDS; ++*kind, *number = 0)
+        for (; *number < tkvi_n_sections_of(s, *kind); ++*number) {
+            const int layer = *number % n_layers, seq = *number / n_layers;
+            if (tkvi_is_by_layer(*kind) && kv->tables.plan[layer].stored_layer != layer) continue;
+            if (s->is_cache && (*kind == TKVI_SAVED_RECORDS || *kind == TKVI_SAVED_LISTS) &&
+                !tkvi_list_of(kv, seq, layer)->len)
+                continue;
+            if (s->is_cache && *kind == TKVI_SAVED_STATES && !kv->states.list[*number].n) continue;
+            return 1;
+        }
     return 0;
 }
 
-/* Where the records of a layer begin, of those that have been planned. */
-static size_t tkvi_planned_records(const tkvi_saver *s, int layer) {
+/* Where the records of a list begin, of those that have been planned. */
+static size_t tkvi_planned_records(const tkvi_saver *s, int number) {
     uint32_t i;
     for (i = 0; s->index && i < s->n_sections; i++) {
         const uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
-        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)layer)
+        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)number)
             return (size_t)tkvi_load64(entry + 8);
     }
     return 0;
 }
 
 /* Begins a section at a place of the file. */
-static void tkvi_begin_section(tkvi_saver *s, tkvi_emit_mode mode, int kind, int layer, size_t at) {
+static void tkvi_begin_section(tkvi_saver *s, tkvi_emit_mode mode, int kind, int number, size_t at) {
+    const int n_layers = s->kv->tables.cfg.model.n_layers;
     s->mode = mode;
     s->n = 0;
     memset(&s->sum, 0, sizeof s->sum);
     if (s->kind != kind) s->first_block = 0;
     s->kind = kind;
-    if (!tkvi_is_by_layer(kind)) return;
-    tkvi_view_layer(s, layer);
-    if (kind == TKVI_SAVED_RECORDS) s->records_from = at;
-    if (kind == TKVI_SAVED_LISTS) s->records_from = tkvi_planned_records(s, layer);
+    if (kind != TKVI_SAVED_RECORDS && kind != TKVI_SAVED_LISTS) return;
+    tkvi_view_layer(s, s->is_cache ? number / n_layers : s->p->seq, number % n_layers);
+    s->records_from = kind == TKVI_SAVED_RECORDS ? at : tkvi_planned_records(s, number);
+}
+
+/* Emits the section that was begun. */
+static void tkvi_emit_section(tkvi_saver *s, int kind, int number) {
+    if (kind == TKVI_SAVED_RECORDS || kind == TKVI_SAVED_LISTS) number = s->layer;
+    if (kind == TKVI_SAVED_STATES && !s->is_cache) number = s->p->seq;
+    tkvi_emitters[kind](s, number);
 }
 
 /* Ends a section: the next one is of the layer behind. */
@@ -571,7 +711,7 @@ static void tkvi_plan_save(tkvi_saver *s) {
         uint8_t *entry = s->index ? s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION : NULL;
         tkvi_section former;
         tkvi_begin_section(s, mode, kind, layer, at + gap);
-        tkvi_emitters[kind](s, layer);
+        tkvi_emit_section(s, kind, layer);
         tkvi_end_section(s, kind);
         former = tkvi_find_former_section(s, kind, layer);
         if (kind != TKVI_SAVED_RECORDS || mode == TKVI_COUNTS) s->whole += s->n + tkvi_gap_to(s->n, 64);
@@ -607,7 +747,7 @@ static void tkvi_write_save(tkvi_saver *s) {
         if (at >= s->start) tkvi_emit_zeros(s, at - s->at);
         tkvi_begin_section(s, TKVI_WRITES, kind, layer, at);
         if (at >= s->start) {
-            tkvi_emitters[kind](s, layer);
+            tkvi_emit_section(s, kind, layer);
             if (kind != TKVI_SAVED_RECORDS) tkvi_store64(entry + 24, tkvi_xxh64_end(&s->sum));
         }
         tkvi_end_section(s, kind);
@@ -627,25 +767,34 @@ static void tkvi_write_save(tkvi_saver *s) {
     tkvi_emit(s, end, sizeof end);
 }
 
-static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
-    tkv_status st;
+/* Refuses a sequence that cannot be saved, or cannot be cut to `length` tokens. */
+static tkv_status tkvi_check_saved_seq(tkv_cache *kv, int seq, int length) {
+    tkv_status st = tkvi_check_cut(kv, seq, length);
     int layer, i;
-    if (!tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        const int n = length ? tkvi_n_blocks_before(kv, seq, layer, length) : tkvi_list_of(kv, seq, layer)->n;
+        for (i = 0; i < n && !st; i++)
+            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
+                st = tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
+                               layer, "");
+    }
+    return st;
+}
+
+static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
+    const int is_cache = p->seq == TKV_ALL_SEQS;
+    tkv_status st = TKV_OK;
+    int seq = is_cache ? 0 : p->seq;
+    const int end = is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
+    if (!is_cache && !tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+    if (is_cache && p->length)
+        return tkvi_fail(kv, TKV_ERR_ARG, "length is", p->length, "; a whole cache is saved with all tokens");
     if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model) ||
         (p->former_bytes && !p->former))
         return tkvi_fail(kv, TKV_ERR_ARG, "tokens, model or former are missing", 0, NULL);
-    st = tkvi_check_cut(kv, p->seq, p->length);
-    if (st) return st;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const uint32_t *ids = tkvi_ids(kv, p->seq, layer);
-        const int n = p->length ? tkvi_n_blocks_before(kv, p->seq, layer, p->length)
-                                : tkvi_list_of(kv, p->seq, layer)->n;
-        for (i = 0; i < n; i++)
-            if (tkvi_is_discarded(tkvi_block_of(kv, ids[i])))
-                return tkvi_fail(kv, TKV_ERR_NO_SOURCE, "a block is discarded; recompute it first: layer",
-                                 layer, "");
-    }
-    return TKV_OK;
+    for (; seq < end && !st; seq++) st = tkvi_check_saved_seq(kv, seq, p->length);
+    return st;
 }
 
 /* Bytes of the largest block or table of a layer. */
@@ -692,30 +841,52 @@ static void tkvi_choose_save(tkvi_saver *s, const tkvi_saved_file *former, uint8
     tkvi_plan_save(s);
 }
 
+/* Room for a block or table, the index, the places of entries, and of blocks behind a former save. */
+typedef struct tkvi_save_room {
+    size_t piece, index, places, records, total;
+} tkvi_save_room;
+
+static tkvi_save_room tkvi_room_to_save(const tkvi_saver *s) {
+    const tkv_cache *kv = s->kv;
+    tkvi_save_room room;
+    int kind = 0, number = -1, layer;
+    memset(&room, 0, sizeof room);
+    room.piece = tkvi_room_for_piece(kv);
+    while (tkvi_next_section(s, &kind, &number)) room.index += TKVI_SAVED_SECTION;
+    if (s->is_cache) room.places = kv->pool.block_cap * sizeof(tkvi_save_place);
+    if (s->p->former_bytes && s->is_cache) room.records = 8u * (size_t)kv->pool.n_entries;
+    for (layer = 0; s->p->former_bytes && !s->is_cache && layer < kv->tables.cfg.model.n_layers; layer++)
+        room.records += 8u * (size_t)tkvi_list_of(kv, s->p->seq, layer)->n;
+    room.places += tkvi_gap_to(room.places, 8);
+    room.total = room.piece + room.index + room.places + room.records;
+    return room;
+}
+
 /* Saves to `buf` of `size` bytes, or through s->write. Without both it counts. */
 static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *needed) {
+    const tkvi_save_room need = tkvi_room_to_save(s);
+    const size_t bytes = need.total;
     tkvi_saved_file former;
     const char *fault = NULL;
     uint8_t *room, *taken;
-    size_t n_blocks = 0, bytes;
     tkv_status st;
-    int layer;
     memset(&former, 0, sizeof former);
     if (s->p->former_bytes)
         fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
     if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
-    tkvi_plan_save(s);
-    for (layer = 0; layer < s->kv->tables.cfg.model.n_layers && former.bytes; layer++)
-        n_blocks += (size_t)tkvi_list_of(s->kv, s->p->seq, layer)->n;
-    bytes = tkvi_room_for_piece(s->kv) + (size_t)s->n_sections * TKVI_SAVED_SECTION + 8 * n_blocks;
-    if (buf || s->write || former.bytes) {
+    if (buf || s->write || former.bytes || s->is_cache) {
         st = tkvi_take_room(s->kv, s->p->scratch, s->p->scratch_bytes, bytes, &room, &taken);
         if (st) return st;
         s->room = room;
-        s->index = room + tkvi_room_for_piece(s->kv);
-        tkvi_choose_save(s, &former, s->index + (size_t)s->n_sections * TKVI_SAVED_SECTION);
+        s->index = room + need.piece;
+        if (s->is_cache) {
+            s->place = (tkvi_save_place *)(void *)(s->index + need.index);
+            tkvi_place_all_entries(s);
+        }
+        tkvi_choose_save(s, &former, s->index + need.index + need.places);
     } else {
         taken = NULL;
+        tkvi_plan_save(s);
     }
     s->info.bytes = s->end - s->start;
     s->info.at = s->start;
@@ -742,6 +913,7 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
     memset(&s, 0, sizeof s);
     s.kv = kv;
     s.p = p;
+    s.is_cache = p->seq == TKV_ALL_SEQS;
     return tkvi_save(&s, buf, size, needed);
 }
 
@@ -756,6 +928,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
     memset(&s, 0, sizeof s);
     s.kv = kv;
     s.p = p;
+    s.is_cache = p->seq == TKV_ALL_SEQS;
     s.write = write;
     s.user = user;
     return tkvi_save(&s, NULL, 0, NULL);

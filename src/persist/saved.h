@@ -10,7 +10,7 @@
  *     | first save | what the second one changed | ... | what the last one changed |
  *
  *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores | u32 tokens of the caller's | zeros to 64
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *            u64 RoPE
@@ -31,9 +31,18 @@
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
  *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
  *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
  *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
+ *
+ * A whole cache has records and lists of each sequence, numbered sequence * layers + layer, and states by sequence. Its
+ * runs are longer, since sequences share blocks, and since all that decides later bytes is saved:
+ *
+ *   entries  as above; the first entry with its block may be of an earlier sequence
+ *            u32 sequence of that first entry | u32 sequence and u32 index of the block's next holder | u32 is_first
+ *   blocks   as above | u16 layout | u16 previous layout | u16 slots that holders see | u16 0
+ *   state    bytes 2^63 + q, and none behind: it is shared with sequence q
  *
  * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
  */
@@ -48,8 +57,9 @@
 #define TKVI_SAVED_VERSION 1
 #define TKVI_SAVED_HEAD 64
 #define TKVI_SAVED_LIST 48
-#define TKVI_SAVED_ENTRIES 48
-#define TKVI_SAVED_BLOCKS 24
+#define TKVI_SAVED_ENTRIES 48 /* of a whole cache 16 more */
+#define TKVI_SAVED_BLOCKS 24  /* of a whole cache 8 more */
+#define TKVI_SAVED_RUN_MOST 64
 #define TKVI_SAVED_META 168
 #define TKVI_SAVED_SCORES (4 * TKVI_BLOCK)
 #define TKVI_SAVED_STATE 16
@@ -57,8 +67,9 @@
 #define TKVI_SAVED_END 40
 #define TKVI_SAVED_TOKENS_AT_ONCE 4096
 #define TKVI_NO_VERSION 255
+#define TKVI_SHARED_STATE ((uint64_t)1 << 63)
 
-enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2 };
+enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2, TKVI_SAVED_IS_CACHE = 4 };
 
 typedef enum tkvi_saved_kind {
     TKVI_SAVED_HEAD_KIND,
@@ -68,11 +79,16 @@ typedef enum tkvi_saved_kind {
     TKVI_SAVED_RECORDS,
     TKVI_SAVED_LISTS,
     TKVI_SAVED_STATES,
+    TKVI_SAVED_CACHE,
     TKVI_SAVED_KINDS
 } tkvi_saved_kind;
 
 /* 1 if sections of this kind exist once for each layer with blocks of its own. */
 static int tkvi_is_by_layer(int kind) { return kind >= TKVI_SAVED_TABLES && kind <= TKVI_SAVED_LISTS; }
+
+/* Bytes of a run of entries, and of a run of blocks. */
+static size_t tkvi_entry_run_bytes(int is_cache) { return TKVI_SAVED_ENTRIES + (is_cache ? 16u : 0u); }
+static size_t tkvi_block_run_bytes(int is_cache) { return TKVI_SAVED_BLOCKS + (is_cache ? 8u : 0u); }
 
 static size_t tkvi_gap_to(size_t at, size_t unit) { return (unit - at % unit) % unit; }
 
@@ -228,25 +244,31 @@ typedef struct tkvi_saved_list {
     size_t meta_bytes;                      /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
         n_block_runs;
-    int run; /* of the entry that was read last */
+    int run;      /* of the entry that was read last */
+    int is_cache; /* 1: of a whole cache */
+    int seq;      /* of a whole cache: its sequence; else 0 */
 } tkvi_saved_list;
 
 static const uint8_t *tkvi_saved_entries(const tkvi_saved_list *list, int run) {
-    return list->entries + (size_t)run * TKVI_SAVED_ENTRIES;
+    return list->entries + (size_t)run * tkvi_entry_run_bytes(list->is_cache);
 }
 
 static const uint8_t *tkvi_saved_blocks(const tkvi_saved_list *list, int run) {
-    return list->blocks + (size_t)run * TKVI_SAVED_BLOCKS;
+    return list->blocks + (size_t)run * tkvi_block_run_bytes(list->is_cache);
 }
 
 static int tkvi_saved_repeat(const uint8_t *run_of_blocks) { return tkvi_saved_int(run_of_blocks + 12); }
 
-/* Reads a section of a list. flags: of the head. Returns NULL, or what is wrong. */
-static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_list *out) {
+/* Reads a section of a list. flags: of the head. seq: its sequence in a whole cache. Returns NULL, or what is wrong. */
+static const char *tkvi_open_saved_list(tkvi_section s, int flags, int seq, tkvi_saved_list *out) {
+    const int is_cache = (flags & TKVI_SAVED_IS_CACHE) != 0;
+    const size_t entry_bytes = tkvi_entry_run_bytes(is_cache), block_bytes = tkvi_block_run_bytes(is_cache);
     int field[12], i, at;
     size_t bytes;
     int64_t n;
     memset(out, 0, sizeof *out);
+    out->is_cache = is_cache;
+    out->seq = is_cache ? seq : 0;
     if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
     for (i = 0; i < 12; i++) {
         field[i] = tkvi_saved_int(s.at + 4 * i);
@@ -265,19 +287,19 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, tkvi_saved_li
     out->n_entry_runs = field[10];
     out->n_block_runs = field[11];
     bytes = s.n - TKVI_SAVED_LIST;
-    if (bytes / TKVI_SAVED_ENTRIES < (size_t)out->n_entry_runs)
+    if (bytes / entry_bytes < (size_t)out->n_entry_runs)
         return "the list has another size than its entries, layer";
-    bytes -= (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
-    if (bytes / TKVI_SAVED_BLOCKS < (size_t)out->n_block_runs)
+    bytes -= (size_t)out->n_entry_runs * entry_bytes;
+    if (bytes / block_bytes < (size_t)out->n_block_runs)
         return "the list has another size than its blocks, layer";
-    bytes -= (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS;
+    bytes -= (size_t)out->n_block_runs * block_bytes;
     if (flags & TKVI_SAVED_HAS_META)
         out->meta_bytes = TKVI_SAVED_META + (flags & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0u);
     if (out->meta_bytes ? bytes % out->meta_bytes || bytes / out->meta_bytes != (size_t)out->n : bytes != 0)
         return "the list has another size than its entries, layer";
     out->entries = s.at + TKVI_SAVED_LIST;
-    out->blocks = out->entries + (size_t)out->n_entry_runs * TKVI_SAVED_ENTRIES;
-    out->meta = out->meta_bytes ? out->blocks + (size_t)out->n_block_runs * TKVI_SAVED_BLOCKS : NULL;
+    out->blocks = out->entries + (size_t)out->n_entry_runs * entry_bytes;
+    out->meta = out->meta_bytes ? out->blocks + (size_t)out->n_block_runs * block_bytes : NULL;
     for (i = 0, n = 0; i < out->n_entry_runs; i++) {
         at = tkvi_saved_int(tkvi_saved_entries(out, i) + 12);
         if (tkvi_saved_int(tkvi_saved_entries(out, i)) != n || at < 1 || (n += at) > out->n)
@@ -315,15 +337,41 @@ static int64_t tkvi_saved_start(tkvi_saved_list *list, int i) {
     return (int64_t)tkvi_saved_int(at + 8) + (int64_t)at[29] * (i - tkvi_saved_int(at));
 }
 
-/* Reads an entry. *first: the first entry with its block. */
-static tkvi_entry tkvi_read_entry(tkvi_saved_list *list, int i, int *first) {
+/* An entry of a file: its sequence, 0 unless the file is a whole cache, and its index in the list. */
+typedef struct tkvi_saved_holder {
+    int seq, i;
+} tkvi_saved_holder;
+
+static int tkvi_is_same_holder(const tkvi_saved_holder *a, const tkvi_saved_holder *b) {
+    return a->seq == b->seq && a->i == b->i;
+}
+
+/* The holder that a run names for entry `behind` of it. i -1: no list has such an entry. */
+static tkvi_saved_holder tkvi_saved_holder_at(const uint8_t *seq, const uint8_t *first, int behind) {
+    const int64_t i = (int64_t)tkvi_saved_int(first) + behind;
+    tkvi_saved_holder h;
+    h.seq = seq ? tkvi_saved_int(seq) : 0;
+    h.i = i < 0 || i > TKVI_FOREVER ? -1 : (int)i;
+    return h;
+}
+
+/* The next holder of the block of entry i, in a whole cache. */
+static tkvi_saved_holder tkvi_saved_next_holder(tkvi_saved_list *list, int i) {
     const uint8_t *at = tkvi_run_of_entry(list, i);
-    const int behind = i - tkvi_saved_int(at);
+    return tkvi_saved_holder_at(at + 52, at + 56, i - tkvi_saved_int(at));
+}
+
+static int tkvi_is_own_block(const tkvi_saved_list *list, int i, const tkvi_saved_holder *first) {
+    return first->seq == list->seq && first->i == i;
+}
+
+/* Reads an entry. *first: the first entry with its block. */
+static tkvi_entry tkvi_read_entry(tkvi_saved_list *list, int i, tkvi_saved_holder *first) {
+    const uint8_t *at = tkvi_run_of_entry(list, i);
     const int64_t start = tkvi_saved_start(list, i);
     tkvi_entry e;
     memset(&e, 0, sizeof e);
-    *first =
-        (int)((int64_t)tkvi_saved_int(at + 4) + behind > TKVI_FOREVER ? -1 : tkvi_saved_int(at + 4) + behind);
+    *first = tkvi_saved_holder_at(list->is_cache ? at + 48 : NULL, at + 4, i - tkvi_saved_int(at));
     e.start = start < 0 || start > TKVI_FOREVER ? -1 : (int)start;
     e.shift = tkvi_saved_int(at + 16);
     e.turned = tkvi_saved_int(at + 20);
@@ -370,25 +418,27 @@ static uint64_t tkvi_saved_record_at(const tkvi_block_cursor *c, int k, const tk
 
 /* Entries that differ only in their starts: of one run, with own blocks of one run. Or one with an earlier block. */
 typedef struct tkvi_saved_group {
-    tkvi_entry e;        /* the first one */
-    int i, n;            /* its index; entries */
-    int first;           /* the first entry with its block: i, or less, and then n is 1 */
-    int step;            /* tokens between starts */
-    tkvi_block_cursor c; /* if first is i, at the block of the first one */
+    tkvi_entry e;            /* the first one */
+    int i, n;                /* its index; entries */
+    tkvi_saved_holder first; /* the first entry with its block: i, or an earlier one, and then n is 1 */
+    int is_own;              /* 1: it is i */
+    int step;                /* tokens between starts */
+    tkvi_block_cursor c;     /* if is_own, at the block of the first one */
 } tkvi_saved_group;
 
 /* Goes to the next group of a list. g begins as zeros. Returns 0 behind the last one. No group has other entries and
  * the two newest ones, which stay in RAM. */
 static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     const uint8_t *at;
-    if (g->n && g->first == g->i) g->c.within += g->n - 1;
+    if (g->n && g->is_own) g->c.within += g->n - 1;
     g->i += g->n;
     if (g->i >= list->n) return 0;
     at = tkvi_run_of_entry(list, g->i);
     g->e = tkvi_read_entry(list, g->i, &g->first);
     g->step = at[29];
     g->n = 1;
-    if (g->first != g->i) return 1;
+    g->is_own = tkvi_is_own_block(list, g->i, &g->first);
+    if (!g->is_own) return 1;
     tkvi_next_saved_block(list, &g->c);
     g->n = tkvi_min(tkvi_saved_int(at) + tkvi_saved_int(at + 12) - g->i,
                     tkvi_saved_repeat(g->c.run) - g->c.within);
@@ -396,17 +446,21 @@ static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     return 1;
 }
 
-/* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. */
-static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run) {
+/* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. is_cache: the run names
+ * its layout. */
+static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run, int is_cache) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     const tkvi_tier_spec *specs = tkvi_tier_specs_of(&kv->tables, layer);
+    const int has_version = run[4] != TKVI_NO_VERSION,
+              named = is_cache ? tkvi_load16(run + 24) - (has_version ? run[4] : 0) : -1;
     int i, tier;
-    if (run[4] != TKVI_NO_VERSION) {
+    if (has_version) {
         for (i = 0; i < kv->tables.n_levels; i++)
             for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
                 const tkvi_layout *c = &kv->tables.layout[specs[i].layout[tier]];
                 if (specs[i].needs_table[tier] && c->pair.k == (tkv_format)run[0] &&
-                    c->pair.v == (tkv_format)run[1] && c->tokens == run[2])
+                    c->pair.v == (tkv_format)run[1] && c->tokens == run[2] &&
+                    (!is_cache || specs[i].layout[tier] == named))
                     return specs[i].layout[tier];
             }
         return -1;
@@ -414,9 +468,9 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
     for (i = 0; i < kv->tables.n_keys; i++) {
         const tkvi_layout *c = &kv->tables.layout[i];
         const tkvi_side *k = &c->record[0].k;
-        if (c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] && c->tokens == run[2] &&
-            c->n_kv_heads == p->geometry.n_kv_heads && k->dim == p->geometry.head_dim &&
-            c->record[0].v.dim == p->geometry.v_head_dim &&
+        if ((!is_cache || i == named) && c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] &&
+            c->tokens == run[2] && c->n_kv_heads == p->geometry.n_kv_heads &&
+            k->dim == p->geometry.head_dim && c->record[0].v.dim == p->geometry.v_head_dim &&
             tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
             !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
             return i;
