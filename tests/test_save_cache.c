@@ -140,8 +140,369 @@ TEST(everything_later_gives_the_same_bits) {
     }
 }
 
+/* >>other ways to save and load */
+TEST(a_loaded_cache_may_lie_elsewhere_in_place) {
+    for (int i = 0; i < 3; i++) {
+        tkv_config cfg = config_number(i == 2 ? 5 : i);
+        guarded_buffer first, second;
+        cfg.limits.max_tokens = i == 2 ? 1000 : 1500;
+        if (i == 1) cfg.limits.state_bytes = 4096;
+        if (i == 2) cfg.budget.bytes = 900000;
+        tkv_cache *a = create_cache_in_place(&cfg, &first, 0), *b = create_cache_in_place(&cfg, &second, 24);
+        run_script(a, 0, 80);
+        if (i == 1) CHECK_EQ(tkv_seq_put_state(a, 0, 0, 1, "a state", 7), TKV_OK);
+        const size_t n = save_cache(a, file);
+        const tkv_status st = load_cache(b, file, n);
+        CHECK_MSG(st == TKV_OK, "in place %d: %s", i, tkv_get_last_error(b));
+        if (st == TKV_OK) check_same_future(a, b, "in place", i);
+        check_borders(&second);
+        tkv_cache *heap = create_cache(&cfg);
+        CHECK_EQ(load_cache(heap, file, save_cache(a, file)), TKV_ERR_CONFIG);
+        tkv_destroy(heap);
+        tkv_destroy(a);
+        tkv_destroy(b);
+        free(first.raw);
+        free(second.raw);
+    }
+}
+
+static void put_states(tkv_cache *kv, int seq) {
+    for (int n = 10; n <= 40; n += 10)
+        for (int layer = 0; layer < 2; layer++)
+            CHECK_EQ(tkv_seq_put_state(kv, seq, layer, n, twin_file, (size_t)(30 + n + layer)), TKV_OK);
+}
+
+TEST(shared_states_stay_shared) {
+    tkv_config cfg = config_number(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_memory_info before, after;
+    CHECK_EQ(append_to_all_layers(a, 1, 1, 100, 50), TKV_OK);
+    put_states(a, 1);
+    CHECK_EQ(tkv_seq_fork(a, 1, 3, 30), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(a, 1, 0, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(a, 0, 1, 90, "another", 7), TKV_OK);
+    CHECK_EQ(load_cache(b, file, save_cache(a, file)), TKV_OK);
+    check_same_future(a, b, "states", 0);
+    CHECK_EQ(tkv_get_memory(a, &before), TKV_OK);
+    CHECK_EQ(tkv_get_memory(b, &after), TKV_OK);
+    CHECK_EQ(after.states, before.states);
+    CHECK(after.states > 0);
+    CHECK_EQ(after.total, before.total);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Sequences that share blocks are saved with one copy of them. */
+TEST(forks_add_few_bytes) {
+    tkv_config cfg = config_number(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 2, 1, 1000, 50), TKV_OK);
+    const size_t one = save_cache(a, file);
+    for (int seq = 0; seq < SEQS; seq++)
+        if (seq != 2) CHECK_EQ(tkv_seq_fork(a, 2, seq, TKV_UNLIMITED), TKV_OK);
+    const size_t all = save_cache(a, file);
+    CHECK_MSG(all < one + one / 20, "%zu bytes, with one sequence %zu", all, one);
+    CHECK_EQ(load_cache(b, file, all), TKV_OK);
+    check_same_future(a, b, "forks", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+static int n_released;
+
+static void count_release(void *user, const void *bytes, size_t size) {
+    (void)user;
+    (void)bytes;
+    (void)size;
+    n_released++;
+}
+
+/* With tables, the versions of later ones depend on which blocks are in RAM. So KIVI formats are compared later too. */
+TEST(blocks_may_stay_in_the_file) {
+    for (int i = 0; i < 2; i++) {
+        tkv_config cfg = config_number(i);
+        unsigned char *at = file + (64 - (uintptr_t)file % 64) % 64;
+        float q[4 * DIM], x[4 * V_DIM], y[4 * V_DIM];
+        tkv_save_params save = save_all();
+        tkv_load_params load = load_params(TKV_ALL_SEQS);
+        tkv_load_info info;
+        tkv_rng rng = tkv_rng_seed(3);
+        size_t n = 0;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        run_script(a, 0, 60);
+        CHECK_EQ(tkv_seq_save(a, &save, at, MOST - 64, &n), TKV_OK);
+        load.attach = 1;
+        load.release = count_release;
+        n_released = 0;
+        CHECK_EQ(tkv_seq_load(b, &load, at, n, &info), TKV_OK);
+        CHECK(info.n_attached > 5);
+        check_cache_at(b, "attached", 0);
+        for (int k = 0; k < LAYERS * SEQS; k++) {
+            if (!tkv_get_length(a, k / LAYERS, 0)) continue;
+            tkv_rng_fill(&rng, q, 4 * DIM, 1.0);
+            CHECK_EQ(tkv_attend(a, k / LAYERS, k % LAYERS, q, 1, x), TKV_OK);
+            CHECK_EQ(tkv_attend(b, k / LAYERS, k % LAYERS, q, 1, y), TKV_OK);
+            CHECK_MEM(x, y, sizeof x);
+        }
+        for (int k = 200; k < 260; k++) {
+            const uint64_t one = call_number(a, k), other = call_number(b, k);
+            if (i == 1) CHECK_EQ(one, other);
+        }
+        check_cache_at(b, "attached", 1);
+        for (int seq = 0; seq < SEQS; seq++) CHECK_EQ(tkv_seq_reset(b, seq), TKV_OK);
+        CHECK_EQ(n_released, 1);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* A journal of whole caches: a later save has only what changed. */
+TEST(later_saves_are_added_to_a_journal) {
+    tkv_config cfg = config_number(1);
+    tkv_cache *a = create_cache(&cfg);
+    size_t n = save_cache(a, twin_file);
+    int n_added = 0;
+    for (int i = 0; i < 25; i++) {
+        tkv_save_params p = save_all();
+        tkv_save_info info;
+        size_t bytes = 0;
+        run_script(a, 4 * i, 4);
+        p.former = twin_file;
+        p.former_bytes = n;
+        p.info = &info;
+        CHECK_EQ(tkv_seq_save(a, &p, file, MOST, &bytes), TKV_OK);
+        memcpy(twin_file + info.at, file, bytes);
+        n = info.at + bytes;
+        n_added += info.at > 0;
+        CHECK(n <= 2 * info.live);
+        tkv_cache *b = create_cache(&cfg);
+        const tkv_status st = load_cache(b, twin_file, n);
+        CHECK_MSG(st == TKV_OK, "save %d: %s", i, tkv_get_last_error(b));
+        check_cache_at(b, "journal", i);
+        memcpy(file, twin_file, n);
+        for (int seq = 0; seq < SEQS; seq++) CHECK_EQ(tkv_get_length(a, seq, 0), tkv_get_length(b, seq, 0));
+        CHECK_EQ(call_number(b, 900), call_number(a, 900));
+        tkv_destroy(b);
+    }
+    CHECK(n_added > 5);
+    tkv_destroy(a);
+}
+
+TEST(offloaded_blocks_come_into_ram) {
+    test_store store;
+    tkv_config cfg = config_number(1);
+    int n = 0;
+    memset(&store, 0, sizeof store);
+    attach_test_store(&store, &cfg);
+    tkv_cache *a = create_cache(&cfg);
+    memset(&cfg.offload, 0, sizeof cfg.offload);
+    tkv_cache *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 800, 50), TKV_OK);
+    CHECK_EQ(tkv_offload(a, 0, 0, 4, &n), TKV_OK);
+    CHECK_EQ(n, 4);
+    CHECK_EQ(load_cache(b, file, save_cache(a, file)), TKV_OK);
+    check_cache_at(b, "offloaded", 0);
+    CHECK_EQ(call_number(a, 18), call_number(b, 18));
+    tkv_destroy(a);
+    tkv_destroy(b);
+    destroy_test_store(&store);
+}
+
+TEST(calibrations_and_settings_are_saved) {
+    tkv_config cfg = config_number(4);
+    tkv_cache *a = create_cache(&cfg);
+    run_script(a, 0, 70);
+    CHECK_EQ(tkv_set_budget(a, 900000), TKV_OK);
+    CHECK_EQ(tkv_set_hot_tokens(a, 100), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(a), TKV_OK);
+    run_script(a, 70, 30);
+    tkv_cache *b = create_cache(&cfg);
+    const tkv_status st = load_cache(b, file, save_cache(a, file));
+    CHECK_MSG(st == TKV_OK, "%s", tkv_get_last_error(b));
+    check_same_future(a, b, "settings", 4);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* >>what is refused */
+static void check_refused(tkv_cache *kv, int seq, const unsigned char *from, size_t n, tkv_status want,
+                          const char *words) {
+    tkv_load_params p = load_params(seq);
+    const tkv_status st = tkv_seq_load(kv, &p, from, n, NULL);
+    CHECK_EQ(st, want);
+    CHECK_MSG(strstr(tkv_get_last_error(kv), words) != NULL, "%s", tkv_get_last_error(kv));
+}
+
+TEST(other_caches_are_refused) {
+    tkv_config cfg = config_number(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_save_params p = save_all();
+    size_t bytes = 0;
+    run_script(a, 0, 30);
+    const size_t n = save_cache(a, file);
+    check_refused(b, 0, file, n, TKV_ERR_CONFIG, "TKV_ALL_SEQS");
+    CHECK_EQ(append_to_all_layers(b, 1, 1, 1, 1), TKV_OK);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one");
+    CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one"); /* it has seen a token */
+    tkv_destroy(b);
+    for (int i = 0; i < 8; i++) {
+        tkv_config other = cfg;
+        if (i == 0) other.limits.max_seqs++;
+        if (i == 1) other.tiers.warm_tokens = 64;
+        if (i == 2) other.tiers.archive = pair_of(TKV_A25, TKV_R20);
+        if (i == 3) other.budget.bytes = 10 << 20;
+        if (i == 4) other.evict.policy = TKV_EVICT_H2O;
+        if (i == 5) other.meter.heads = 1;
+        if (i == 6) other.limits.max_append = 100;
+        if (i == 7) other.tiers.hot = pair_of(TKV_BF16, TKV_BF16);
+        b = create_cache(&other);
+        check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_CONFIG, " ");
+        CHECK_EQ(append_to_all_layers(b, 0, 1, 5, 5), TKV_OK);
+        check_cache_at(b, "refused", i);
+        tkv_destroy(b);
+    }
+    b = create_cache(&cfg);
+    p.length = 10;
+    CHECK_EQ(tkv_seq_save(a, &p, NULL, 0, &bytes), TKV_ERR_ARG);
+    p = save_params(0);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 9, 9), TKV_OK);
+    CHECK_EQ(tkv_seq_save(a, &p, file, MOST, &bytes), TKV_OK);
+    check_refused(b, TKV_ALL_SEQS, file, bytes, TKV_ERR_CONFIG, "one sequence");
+    p = save_all();
+    CHECK_EQ(tkv_seq_begin(a, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_save(a, &p, NULL, 0, &bytes), TKV_ERR_STATE);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+TEST(each_allocation_of_a_load_fails_once) {
+    tkv_config cfg = config_number(8);
+    counting_allocator memory;
+    int i;
+    tkv_cache *a = create_cache(&cfg);
+    run_script(a, 0, 70);
+    put_states(a, 2);
+    const size_t n = save_cache(a, file);
+    memset(&memory, 0, sizeof memory);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    for (i = 1; i < 300; i++) {
+        tkv_cache *b = create_cache(&cfg);
+        const size_t held = memory.held;
+        memory.fail_at = i;
+        tkv_status st = load_cache(b, file, n);
+        memory.fail_at = 0;
+        check_cache_at(b, "failed allocation", i);
+        if (st != TKV_OK) {
+            CHECK_EQ(st, TKV_ERR_NOMEM);
+            CHECK_EQ(tkv_get_length(b, 0, 0), 0);
+            CHECK_EQ(memory.held, held);
+            CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        }
+        const size_t again = save_cache(b, twin_file);
+        CHECK(again == n && memcmp(file, twin_file, n) == 0);
+        tkv_destroy(b);
+        CHECK_EQ(memory.held, 0);
+        if (st == TKV_OK) break;
+    }
+    CHECK(i > 10);
+    printf("    %d allocations\n", i - 1);
+    tkv_destroy(a);
+}
+
+/* Loads a file that was changed. A refused cache is as new: it loads the right one. */
+static void load_changed(tkv_cache **kv, const tkv_config *cfg, const unsigned char *right, size_t n,
+                         const unsigned char *changed, size_t n_changed, const char *what, size_t at) {
+    const tkv_status st = load_cache(*kv, changed, n_changed);
+    char reason[160];
+    const tkv_status is_whole = tkv_check(*kv, reason, sizeof reason);
+    CHECK_MSG(is_whole == TKV_OK, "%s at %zu: %s", what, at, reason);
+    if (st == TKV_OK) {
+        (void)call_number(*kv, (int)(at % 100));
+        CHECK_EQ(tkv_check(*kv, reason, sizeof reason), TKV_OK);
+    } else {
+        CHECK_MSG(st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_NOMEM ||
+                      st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET,
+                  "%s at %zu: %d", what, at, st);
+        CHECK(tkv_get_last_error(*kv)[0] != 0);
+        if (at % 64) return;
+        CHECK_EQ(load_cache(*kv, right, n), TKV_OK);
+    }
+    tkv_destroy(*kv);
+    *kv = create_cache(cfg);
+}
+
+TEST(flipped_bits_and_cuts_are_found) {
+    tkv_config cfg = config_number(8);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const int step = tkv_test_quick() ? 37 : 1;
+    size_t n_loaded = 0;
+    run_script(a, 0, 8);
+    const size_t n = save_cache(a, file);
+    memcpy(twin_file, file, n);
+    for (size_t at = 0; at < n; at += (size_t)step) {
+        twin_file[at] ^= (unsigned char)(1 << at % 8);
+        const tkv_status st = load_cache(b, twin_file, n);
+        CHECK_MSG(st == TKV_ERR_DATA, "byte %zu: %d", at, st);
+        n_loaded += st == TKV_OK;
+        twin_file[at] = file[at];
+    }
+    for (size_t cut = 0; cut < n; cut += (size_t)(31 * step))
+        CHECK_EQ(load_cache(b, file, cut), TKV_ERR_DATA);
+    CHECK_EQ(n_loaded, 0);
+    CHECK_EQ(load_cache(b, file, n), TKV_OK);
+    check_same_future(a, b, "after damages", 8);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Words of lists, tables, states and of the cache's numbers get other values; all checksums are right. */
+TEST(hostile_files_with_right_checksums) {
+    static const uint32_t values[] = {0, 1, 2, 3, 5, 63, 64, 65, 255, 0x7fffffff, 0x80000000u, 0xffffffffu};
+    for (int i = 0; i < CONFIGS; i += tkv_test_quick() ? 5 : 1) {
+        static unsigned char changed[MOST];
+        tkv_config cfg = config_number(i);
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        tkv_rng rng = tkv_rng_seed((uint64_t)i);
+        run_script(a, 0, 50);
+        put_states(a, 0);
+        const size_t n = save_cache(a, file);
+        const int tries = tkv_test_quick() ? 60 : 600;
+        for (int k = 0; k < tries; k++) {
+            memcpy(changed, file, n);
+            for (int more = tkv_rng_below(&rng, 3); more >= 0; more--) {
+                const unsigned char *e;
+                do
+                    e = changed + index_of(changed, n) +
+                        32 * (size_t)tkv_rng_below(&rng, (int)count_of(changed, n));
+                while (get32(e) == SAVED_RECORDS || get64(e + 16) < 4);
+                /* numbers of the cache come first in their section */
+                const size_t words = (size_t)get64(e + 16) / 4, most = k % 2 && words > 300 ? 300 : words,
+                             word = (size_t)get64(e + 8) + 4 * (size_t)tkv_rng_below(&rng, (int)most);
+                put32(changed + word, k % 3 ? values[tkv_rng_below(&rng, COUNT(values))]
+                                            : get32(changed + word) + (uint32_t)tkv_rng_below(&rng, 5) - 2u);
+            }
+            repair_index(changed, n);
+            load_changed(&b, &cfg, file, n, changed, n, "hostile", (size_t)k);
+        }
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(everything_later_gives_the_same_bits);
+    RUN(a_loaded_cache_may_lie_elsewhere_in_place);
+    RUN(shared_states_stay_shared);
+    RUN(forks_add_few_bytes);
+    RUN(blocks_may_stay_in_the_file);
+    RUN(later_saves_are_added_to_a_journal);
+    RUN(offloaded_blocks_come_into_ram);
+    RUN(calibrations_and_settings_are_saved);
+    RUN(other_caches_are_refused);
+    RUN(each_allocation_of_a_load_fails_once);
+    RUN(flipped_bits_and_cuts_are_found);
+    RUN(hostile_files_with_right_checksums);
     return tkv_test_end();
 }

@@ -1116,7 +1116,7 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     tkvi_pool *pool = &kv->pool;
     tkvi_demand demand = tkvi_no_demand();
     tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
-    int64_t pages;
+    int64_t pages, n_pages, most_pages;
     int provided = 1, layer;
     if (st) return st;
     tkvi_visit_again(l, &l->numbers, TKVI_PROVIDES_NUMBERS);
@@ -1134,25 +1134,24 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     if (demand.entries)
         provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
     pages = tkvi_pages_for_demand(pool, &demand) - pool->recode_pages;
-    while (provided && !pool->keep_all && pool->n_pages < pages) provided = tkvi_add_page(pool);
+    most_pages = pages + l->kv->tables.recode_pages + tkvi_free_pages_to_keep(kv) + l->numbers.n_reserved;
+    if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
+        n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
+    else n_pages = pages;
+    while (provided && !pool->keep_all && pool->n_pages < n_pages) provided = tkvi_add_page(pool);
     if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages) return TKV_OK;
     return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
 }
 
-/* Reserves again what sequences had reserved, and gets the free pages that the saved cache had. */
-static void tkvi_reserve_again(tkvi_loader *l) {
-    tkv_cache *kv = l->kv;
-    tkvi_pool *pool = &kv->pool;
+/* Reserves again what sequences had reserved. The pages for it are there, unless a file says otherwise. */
+static void tkvi_reserve_again(tkv_cache *kv) {
     const tkvi_demand none = tkvi_no_demand();
     int seq;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!kv->seq[seq].reserved_len) continue;
         tkvi_reserve_slots(kv, seq, kv->seq[seq].reserved_len);
-        if (!tkvi_provide(pool, &none)) tkvi_reserve_slots(kv, seq, 0);
+        if (!tkvi_provide(&kv->pool, &none)) tkvi_reserve_slots(kv, seq, 0);
     }
-    while (!pool->keep_all && (int64_t)pool->n_pages < l->numbers.n_pages &&
-           (int64_t)pool->n_pages < tkvi_pages_for_demand(pool, &none) + pool->kept_free_pages)
-        if (!tkvi_add_page(pool)) break;
 }
 
 /* Places a whole cache. After an error it is as new. */
@@ -1173,8 +1172,11 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
     if (!st) st = tkvi_place_states_of_all(l);
     if (st) return st;
     tkvi_visit_again(l, &l->numbers, TKVI_STORES_NUMBERS);
-    tkvi_reserve_again(l);
-    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) tkvi_remember_turns(kv, l->seq);
+    tkvi_reserve_again(kv);
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        tkvi_remember_turns(kv, l->seq);
+        if (TKVI_HAS_STATES) tkvi_mark_states(&kv->states, l->seq);
+    }
     k.kv = kv;
     k.reason = reason;
     k.size = sizeof reason;

@@ -33,7 +33,8 @@ typedef struct tkvi_numbers {
     int is_wrong;            /* 1: a number is out of its range, or missing */
     int is_other;            /* 1: a number that follows from the config differs here */
     int lacks_memory;        /* 1: an array could not be allocated */
-    int64_t most_entries;    /* the longest array that a file may ask for */
+    int64_t most_entries;    /* the longest array that a file may ask for, without reservations */
+    int64_t n_reserved;      /* blocks that reservations may need, at most */
     int n_pages;             /* pages of the saved cache */
     unsigned versions;       /* mask of the versions of tables that it had memory for */
 } tkvi_numbers;
@@ -338,12 +339,12 @@ static void tkvi_visit_reservations(tkvi_numbers *io) {
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
         const int len = tkvi_visit_int(io, &kv->seq[seq].reserved_len, 0, kv->tables.cfg.limits.max_tokens);
         if (io->mode == TKVI_CHECKS_NUMBERS)
-            io->most_entries += (int64_t)kv->tables.cfg.model.n_layers * (2 * (len / TKVI_BLOCK) + 4);
+            io->n_reserved += len ? (int64_t)kv->tables.cfg.model.n_layers * (2 * (len / TKVI_BLOCK) + 4) : 0;
     }
 }
 
 static int tkvi_visit_cap(tkvi_numbers *io, uint32_t cap) {
-    const int64_t most = io->mode == TKVI_SAVES_NUMBERS ? TKVI_FOREVER : io->most_entries;
+    const int64_t most = io->mode == TKVI_SAVES_NUMBERS ? TKVI_FOREVER : io->most_entries + io->n_reserved;
     return (int)tkvi_visit_number(io, cap, 0, most < TKVI_FOREVER ? most : TKVI_FOREVER);
 }
 
@@ -387,8 +388,8 @@ static void tkvi_visit_arrays(tkvi_numbers *io) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int is_stateful = kv->states.is_stateful[layer];
         is_stateful = tkvi_visit_int(io, &is_stateful, 0, TKVI_HAS_STATES);
-        if (io->mode != TKVI_STORES_NUMBERS) continue;
-        kv->states.n_stateful += is_stateful - kv->states.is_stateful[layer];
+        if (io->mode != TKVI_STORES_NUMBERS || kv->states.is_stateful[layer]) continue;
+        kv->states.n_stateful += is_stateful;
         kv->states.is_stateful[layer] = (uint8_t)is_stateful;
     }
 }
