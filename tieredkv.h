@@ -1247,6 +1247,7 @@
 #define tkv_quality_info TKV_NAME_(tkv_quality_info)
 #define tkv_ranked TKV_NAME_(tkv_ranked)
 #define tkv_read TKV_NAME_(tkv_read)
+#define tkv_read_bytes TKV_NAME_(tkv_read_bytes)
 #define tkv_read_tokens TKV_NAME_(tkv_read_tokens)
 #define tkv_recompute_config TKV_NAME_(tkv_recompute_config)
 #define tkv_refresh_calibration TKV_NAME_(tkv_refresh_calibration)
@@ -1288,6 +1289,7 @@
 #define tkv_seq_list_blocks TKV_NAME_(tkv_seq_list_blocks)
 #define tkv_seq_list_states TKV_NAME_(tkv_seq_list_states)
 #define tkv_seq_load TKV_NAME_(tkv_seq_load)
+#define tkv_seq_load_from TKV_NAME_(tkv_seq_load_from)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
 #define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
@@ -2449,6 +2451,16 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
+/* Loads a saved sequence through a callback, such as that of an archive. The index, lists, tables and states are read
+ * once, and kept in memory until the call ends. Records of blocks are read twice, one by one: all are verified before
+ * anything changes. So the call never holds the whole file.
+ *   size   bytes of the file
+ *   read   returns 0 if it gave `size` bytes of the file from `at` on. It must not call the cache
+ * Errors: as tkv_seq_load, and TKV_ERR_IO (the callback failed), TKV_ERR_ARG (attach needs bytes in memory).
+ * Cost: O(bytes), most of them read twice. */
+typedef int (*tkv_read_bytes)(void *user, size_t at, void *bytes, size_t size);
+TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
+                                     tkv_read_bytes read, void *user, tkv_load_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -43583,31 +43595,45 @@ static const uint8_t *tkvi_saved_index_entry(const tkvi_saved_file *f, uint32_t 
     return f->index + (size_t)i * TKVI_SAVED_SECTION;
 }
 
-/* Opens the save that ends at `size`. Returns NULL, or what is wrong. */
-static const char *tkvi_open_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
-    const uint8_t *end = bytes + size - TKVI_SAVED_END;
-    uint64_t index_at, start;
-    uint32_t n;
-    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(bytes, "TKVS", 4) != 0)
-        return "these bytes are no saved sequence";
-    if (tkvi_load32(bytes + 4) != TKVI_SAVED_VERSION)
+/* Reads the end of the save that ends at `size`. head: the first 8 bytes of the file. Returns NULL,
+ * or what is wrong. */
+static const char *tkvi_read_end(tkvi_saved_file *f, const uint8_t *head, const uint8_t *end, size_t size,
+                                 size_t *index_at) {
+    const uint64_t at = tkvi_load64(end), start = tkvi_load64(end + 8);
+    if (memcmp(head, "TKVS", 4) != 0) return "these bytes are no saved sequence";
+    if (tkvi_load32(head + 4) != TKVI_SAVED_VERSION)
         return "the sequence was saved by a newer version of this library";
-    index_at = tkvi_load64(end);
-    start = tkvi_load64(end + 8);
-    n = tkvi_load32(end + 16);
-    if (memcmp(end + 32, "TKVSEND", 8) != 0 || size % 64 || start % 64 || start > size || index_at < start ||
-        index_at > size - TKVI_SAVED_END ||
-        size - TKVI_SAVED_END - (size_t)index_at != (uint64_t)n * TKVI_SAVED_SECTION)
+    f->n_sections = tkvi_load32(end + 16);
+    if (memcmp(end + 32, "TKVSEND", 8) != 0 || size % 64 || start % 64 || start > size || at < start ||
+        at > size - TKVI_SAVED_END ||
+        size - TKVI_SAVED_END - (size_t)at != (uint64_t)f->n_sections * TKVI_SAVED_SECTION)
         return "the saved sequence was cut, or is longer than it should be";
-    f->bytes = bytes;
-    f->index = bytes + (size_t)index_at;
     f->start = (size_t)start;
     f->end = size;
-    f->n_sections = n;
-    if (tkvi_xxh64(0, f->index, size - (size_t)index_at - 16) != tkvi_load64(end + 24) ||
-        tkvi_load32(end + 20) != TKVI_SAVED_VERSION)
-        return "the saved sequence was damaged: the checksum of its index is wrong";
+    *index_at = (size_t)at;
     return NULL;
+}
+
+/* Checks the index, behind which the bytes of the end lie. Returns NULL, or what is wrong. */
+static const char *tkvi_check_index(const tkvi_saved_file *f) {
+    const size_t n = (size_t)f->n_sections * TKVI_SAVED_SECTION;
+    const uint8_t *end = f->index + n;
+    return tkvi_xxh64(0, f->index, n + TKVI_SAVED_END - 16) != tkvi_load64(end + 24) ||
+                   tkvi_load32(end + 20) != TKVI_SAVED_VERSION
+               ? "the saved sequence was damaged: the checksum of its index is wrong"
+               : NULL;
+}
+
+/* Opens the save that ends at `size`. Returns NULL, or what is wrong. */
+static const char *tkvi_open_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
+    const char *fault;
+    size_t index_at;
+    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END) return "these bytes are no saved sequence";
+    fault = tkvi_read_end(f, bytes, bytes + size - TKVI_SAVED_END, size, &index_at);
+    if (fault) return fault;
+    f->bytes = bytes;
+    f->index = bytes + index_at;
+    return tkvi_check_index(f);
 }
 
 /* Opens the last whole save that ends at `size` or before. Returns NULL, or what is wrong with all of them. */
@@ -43618,35 +43644,65 @@ static const char *tkvi_open_last_save(tkvi_saved_file *f, const uint8_t *bytes,
     return fault;
 }
 
-/* Checks the sections of a save: those that it wrote lie one behind the other, the others before it. All have right
- * checksums but the records, which have their own. Returns NULL, or what is wrong. */
+/* A walk over the sections of a save. */
+typedef struct tkvi_section_walk {
+    uint32_t i;         /* the next section */
+    size_t at;          /* end of the last one that this save wrote */
+    size_t gap_at, gap; /* bytes that must be zero, before the last section that was passed */
+    uint64_t before;    /* kind and number of that one */
+} tkvi_section_walk;
+
+/* Passes a section. Those that this save wrote lie one behind the other, the others before it. Returns NULL, or what is
+ * wrong. */
+static const char *tkvi_walk_section(const tkvi_saved_file *f, size_t index_at, tkvi_section_walk *w) {
+    const uint8_t *e = tkvi_saved_index_entry(f, w->i);
+    const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8),
+                   n = tkvi_load64(e + 16);
+    const size_t gap = tkvi_gap_to(w->at, 64);
+    const int is_new = from >= f->start;
+    int fits = tkvi_load32(e) < TKVI_SAVED_KINDS && (w->i == 0 || name > w->before);
+    if (is_new) fits = fits && gap <= index_at - w->at && from == w->at + gap && n <= index_at - w->at - gap;
+    else fits = fits && from % 64 == 0 && n <= f->start - from && tkvi_load32(e) != TKVI_SAVED_RECORDS;
+    if (!fits) return "the saved sequence has a section where none can be";
+    w->before = name;
+    w->gap_at = w->at;
+    w->gap = is_new ? gap : 0;
+    if (is_new) w->at += gap + (size_t)n;
+    w->i++;
+    return NULL;
+}
+
+/* Goes behind the last section. */
+static const char *tkvi_end_walk(size_t index_at, tkvi_section_walk *w) {
+    w->gap_at = w->at;
+    w->gap = index_at - w->at;
+    return w->gap >= 64 ? "the saved sequence has bytes in no section" : NULL;
+}
+
+/* Checks the sections of a save. All have right checksums but the records, which have their own. Returns NULL, or what
+ * is wrong. */
 static const char *tkvi_find_section_fault(const tkvi_saved_file *f) {
     const size_t index_at = (size_t)(f->index - f->bytes);
-    uint64_t before = 0;
-    size_t at = f->start;
-    uint32_t i;
-    for (i = 0; i < f->n_sections; i++) {
-        const uint8_t *e = tkvi_saved_index_entry(f, i);
-        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8),
-                       n = tkvi_load64(e + 16);
-        const size_t gap = tkvi_gap_to(at, 64);
-        const int is_new = from >= f->start;
-        int fits = tkvi_load32(e) < TKVI_SAVED_KINDS && (i == 0 || name > before);
-        if (is_new)
-            fits = fits && gap <= index_at - at && from == at + gap && n <= index_at - at - gap &&
-                   tkvi_are_zeros(f->bytes + at, gap);
-        else fits = fits && from % 64 == 0 && n <= f->start - from && tkvi_load32(e) != TKVI_SAVED_RECORDS;
-        if (!fits) return "the saved sequence has a section where none can be";
-        before = name;
+    tkvi_section_walk w;
+    const char *fault = NULL;
+    memset(&w, 0, sizeof w);
+    w.at = f->start;
+    while (w.i < f->n_sections) {
+        const uint8_t *e = tkvi_saved_index_entry(f, w.i);
+        fault = tkvi_walk_section(f, index_at, &w);
+        if (fault) return fault;
+        if (!tkvi_are_zeros(f->bytes + w.gap_at, w.gap))
+            return "the saved sequence has a section where none can be";
         if (tkvi_load32(e) == TKVI_SAVED_RECORDS
                 ? tkvi_load64(e + 24) != 0
-                : tkvi_xxh64(0, f->bytes + (size_t)from, (size_t)n) != tkvi_load64(e + 24))
+                : tkvi_xxh64(0, f->bytes + (size_t)tkvi_load64(e + 8), (size_t)tkvi_load64(e + 16)) !=
+                      tkvi_load64(e + 24))
             return "the saved sequence was damaged: the checksum of a section is wrong";
-        if (is_new) at += gap + (size_t)n;
     }
-    if (index_at - at >= 64 || !tkvi_are_zeros(f->bytes + at, index_at - at))
-        return "the saved sequence has bytes in no section";
-    return NULL;
+    fault = tkvi_end_walk(index_at, &w);
+    if (!fault && !tkvi_are_zeros(f->bytes + w.gap_at, w.gap))
+        fault = "the saved sequence has bytes in no section";
+    return fault;
 }
 
 /* The section of a kind and layer; at NULL: there is none. *sum: its checksum; may be NULL. */
@@ -45313,10 +45369,202 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
 }
 
 #endif /* TKVI_PERSIST_SAVE_H */
+/* ======== persist/reader.h ======== */
+/*
+ * persist/reader.h - the bytes of a save that is loaded: in memory, or through a callback (tkv_seq_load_from).
+ *
+ * From a callback the index and all sections but the records are read into memory, once. The records of blocks are
+ * read one by one: when the file is verified, and again when a block is placed. So a load never has the whole file in
+ * memory.
+ *
+ *     file      | head | model | ... | records | lists | ... | index | end |
+ *     kept      index, end | head | model | ... | lists | ...
+ *
+ * The offsets in the kept index are then those of the kept sections.
+ */
+#ifndef TKVI_PERSIST_READER_H
+#define TKVI_PERSIST_READER_H
+
+
+#define TKVI_MOST_SECTIONS (1u << 22) /* a file that claims more is refused before memory is allocated */
+
+typedef struct tkvi_reader {
+    tkv_cache *kv;
+    const uint8_t *bytes; /* of a file in memory; NULL: `read` gives them */
+    tkv_read_bytes read;
+    void *user;
+    tkvi_saved_file file;
+    uint8_t *room; /* for a table, or for a record */
+    /* memory for the room, the index and the sections: the caller's, or of the heap */
+    uint8_t *scratch;
+    size_t scratch_bytes, taken_bytes; /* of scratch; those that are in use */
+    struct {
+        void *at;
+        size_t bytes;
+    } taken[3]; /* of the heap */
+    int n_taken;
+    int has_failed; /* 1: the callback failed */
+} tkvi_reader;
+
+/* >>memory */
+/* Takes memory, which tkvi_give_back gives back. */
+static tkv_status tkvi_take_memory(tkvi_reader *r, size_t bytes, uint8_t **out) {
+    const size_t gap = r->scratch ? tkvi_gap_to((size_t)(uintptr_t)r->scratch, 64) : 0;
+    bytes += tkvi_gap_to(bytes, 64);
+    if (r->scratch && (gap > r->scratch_bytes || r->taken_bytes > r->scratch_bytes - gap ||
+                       bytes > r->scratch_bytes - gap - r->taken_bytes))
+        return tkvi_fail(r->kv, TKV_ERR_CAPACITY,
+                         "scratch is too small; bytes needed:", (int64_t)(r->taken_bytes + bytes) + 63, "");
+    *out = r->scratch ? r->scratch + gap + r->taken_bytes : (uint8_t *)tkvi_get(&r->kv->heap, bytes);
+    if (!*out)
+        return tkvi_refuse_no_memory(r->kv, "no memory to save or load; give scratch of bytes:",
+                                     (int64_t)(r->taken_bytes + bytes) + 63, "");
+    r->taken[r->n_taken].at = *out;
+    r->taken[r->n_taken++].bytes = bytes;
+    r->taken_bytes += bytes;
+    return TKV_OK;
+}
+
+/* Gives back all pieces of memory but the first n. */
+static void tkvi_give_back(tkvi_reader *r, int n) {
+    while (r->n_taken > n) {
+        r->n_taken--;
+        r->taken_bytes -= r->taken[r->n_taken].bytes;
+        if (!r->scratch) tkvi_put(&r->kv->heap, r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
+    }
+}
+
+/* >>bytes */
+/* Reads from the callback, which is not called again after a failure. */
+static tkv_status tkvi_read_at(tkvi_reader *r, size_t at, void *to, size_t n) {
+    if (!n || (!r->has_failed && !r->read(r->user, at, to, n))) return TKV_OK;
+    r->has_failed = 1;
+    return tkvi_fail(r->kv, TKV_ERR_IO, "the read callback failed at byte", (int64_t)at, "");
+}
+
+/* n bytes of the file: where they lie, or in the room. NULL: the callback failed. */
+static const uint8_t *tkvi_bytes_at(tkvi_reader *r, size_t at, size_t n) {
+    if (r->bytes) return r->bytes + at;
+    return tkvi_read_at(r, at, r->room, n) ? NULL : r->room;
+}
+
+/* >>sections of a file that a callback reads */
+/* Checks that the bytes before a section, fewer than 64, are zero. */
+static tkv_status tkvi_read_gap(tkvi_reader *r, const tkvi_section_walk *w, const char **fault) {
+    uint8_t gap[64];
+    const tkv_status st = tkvi_read_at(r, w->gap_at, gap, w->gap);
+    if (!st && !tkvi_are_zeros(gap, w->gap)) *fault = "the saved sequence has bytes in no section";
+    return st;
+}
+
+/* Reads the sections into memory and checks them. The kept index gets their places there. */
+static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t index_at, const char **fault) {
+    tkvi_saved_file *f = &r->file;
+    tkvi_section_walk w;
+    tkv_status st = TKV_OK;
+    uint8_t *kept;
+    size_t n_kept = 0, at = 0;
+    uint32_t i;
+    for (i = 0; i < f->n_sections; i++) {
+        const uint8_t *e = tkvi_saved_index_entry(f, i);
+        const uint64_t n = tkvi_load64(e + 16);
+        if (tkvi_load32(e) == TKVI_SAVED_RECORDS) continue;
+        if (n > f->end || n_kept > f->end - (size_t)n) {
+            *fault = "the saved sequence has a section where none can be";
+            return TKV_OK;
+        }
+        n_kept += (size_t)n + tkvi_gap_to((size_t)n, 64);
+    }
+    st = tkvi_take_memory(r, n_kept + 64, &kept);
+    memset(&w, 0, sizeof w);
+    w.at = f->start;
+    while (!st && !*fault && w.i < f->n_sections) {
+        uint8_t *e = index + (size_t)w.i * TKVI_SAVED_SECTION;
+        const size_t n = (size_t)tkvi_load64(e + 16);
+        *fault = tkvi_walk_section(f, index_at, &w);
+        if (!*fault) st = tkvi_read_gap(r, &w, fault);
+        if (st || *fault) break;
+        if (tkvi_load32(e) == TKVI_SAVED_RECORDS) {
+            if (tkvi_load64(e + 24))
+                *fault = "the saved sequence was damaged: the checksum of a section is wrong";
+            continue;
+        }
+        st = tkvi_read_at(r, (size_t)tkvi_load64(e + 8), kept + at, n);
+        if (!st && tkvi_xxh64(0, kept + at, n) != tkvi_load64(e + 24))
+            *fault = "the saved sequence was damaged: the checksum of a section is wrong";
+        tkvi_store64(e + 8, (uint64_t)at);
+        at += n + tkvi_gap_to(n, 64);
+    }
+    if (!st && !*fault) *fault = tkvi_end_walk(index_at, &w);
+    if (!st && !*fault) st = tkvi_read_gap(r, &w, fault);
+    f->bytes = kept;
+    return st;
+}
+
+/* Opens the save that ends at `size`, and keeps its index and sections. *fault: NULL, or what is wrong with it. */
+static tkv_status tkvi_keep_save(tkvi_reader *r, size_t size, const char **fault) {
+    uint8_t head[8], end[TKVI_SAVED_END], *index;
+    size_t index_at = 0, n;
+    tkv_status st;
+    *fault = NULL;
+    tkvi_give_back(r, 1);
+    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END) {
+        *fault = "these bytes are no saved sequence";
+        return TKV_OK;
+    }
+    st = tkvi_read_at(r, 0, head, sizeof head);
+    if (!st) st = tkvi_read_at(r, size - sizeof end, end, sizeof end);
+    if (st) return st;
+    *fault = tkvi_read_end(&r->file, head, end, size, &index_at);
+    if (!*fault && r->file.n_sections > TKVI_MOST_SECTIONS)
+        *fault = "the saved sequence has too many sections";
+    if (*fault) return TKV_OK;
+    n = (size_t)r->file.n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
+    st = tkvi_take_memory(r, n, &index);
+    if (!st) st = tkvi_read_at(r, index_at, index, n);
+    if (st) return st;
+    r->file.index = index;
+    *fault = tkvi_check_index(&r->file);
+    return *fault ? TKV_OK : tkvi_keep_sections(r, index, index_at, fault);
+}
+
+/* Looks for the end of a save at *size or before. *size 0: there is none. */
+static tkv_status tkvi_find_end(tkvi_reader *r, size_t *size) {
+    uint8_t ends[4096];
+    tkv_status st = TKV_OK;
+    for (*size -= *size % 64; *size && !st;) {
+        const size_t n = *size < sizeof ends ? *size : sizeof ends;
+        size_t within = n;
+        st = tkvi_read_at(r, *size - n, ends, n);
+        for (; within && !st; within -= 64)
+            if (memcmp(ends + within - 8, "TKVSEND", 8) == 0) {
+                *size -= n - within;
+                return TKV_OK;
+            }
+        *size -= n;
+    }
+    return st;
+}
+
+/* Opens the save that ends at `size` or, with `recovers`, the last whole one before. */
+static tkv_status tkvi_keep_last_save(tkvi_reader *r, size_t size, int recovers, const char **fault) {
+    const char *earlier;
+    tkv_status st = tkvi_keep_save(r, size, fault);
+    while (!st && *fault && recovers) {
+        st = tkvi_find_end(r, &size);
+        if (st || !size) return st;
+        st = tkvi_keep_save(r, size, &earlier);
+        if (!st && !earlier) *fault = NULL;
+        size -= 64;
+    }
+    return st;
+}
+
+#endif /* TKVI_PERSIST_READER_H */
 /* ======== persist/load.h ======== */
 /*
- * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one, or a whole cache into a
- * new one.
+ * persist/load.h - tkv_seq_load, tkv_seq_load_from: read a saved sequence (persist/saved.h) into an empty one, or a
+ * whole cache into a new one.
  *
  *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
  *     provide    versions for the tables, entries, slots, states; a failure changes no token
@@ -45333,11 +45581,10 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
 typedef struct tkvi_loader {
     tkv_cache *kv;
     const tkv_load_params *p;
-    tkvi_saved_file file;
+    tkvi_reader from;
     int flags, n_tokens;  /* of the head */
     int is_cache;         /* 1: a whole cache is loaded */
     int seq;              /* the sequence that is being loaded */
-    uint8_t *room;        /* for a table, or for a block */
     uint16_t attached;    /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
     tkvi_numbers numbers; /* of a whole cache */
     tkv_load_info info;
@@ -45352,7 +45599,7 @@ static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int l
 }
 
 static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int number) {
-    return tkvi_find_section(&l->file, kind, number, NULL);
+    return tkvi_find_section(&l->from.file, kind, number, NULL);
 }
 
 /* The first sequence to load, and the end of those to load. */
@@ -45362,11 +45609,16 @@ static int tkvi_loaded_seqs_end(const tkvi_loader *l) {
 }
 
 /* Opens the last save, and checks all sections. info.end is 0 if there is none. */
-static tkv_status tkvi_check_frame(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    const char *fault =
-        l->p->recover ? tkvi_open_last_save(&l->file, bytes, size) : tkvi_open_save(&l->file, bytes, size);
-    l->info.end = fault ? 0 : l->file.end;
-    if (!fault) fault = tkvi_find_section_fault(&l->file);
+static tkv_status tkvi_check_frame(tkvi_loader *l, size_t size) {
+    const uint8_t *bytes = l->from.bytes;
+    const char *fault = NULL;
+    tkv_status st = TKV_OK;
+    if (!bytes) st = tkvi_keep_last_save(&l->from, size, l->p->recover, &fault);
+    else if (l->p->recover) fault = tkvi_open_last_save(&l->from.file, bytes, size);
+    else fault = tkvi_open_save(&l->from.file, bytes, size);
+    if (st) return st;
+    l->info.end = fault ? 0 : l->from.file.end;
+    if (!fault && bytes) fault = tkvi_find_section_fault(&l->from.file);
     return fault ? tkvi_refuse_file(l, fault) : TKV_OK;
 }
 
@@ -45539,14 +45791,21 @@ static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_
            tkvi_is_last_tier(l->kv, layer, tkvi_saved_tier(list, i));
 }
 
-/* Checks the checksum of a record, and the zeros behind it. Returns NULL if they are wrong. */
-static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
-    const uint8_t *record = l->file.bytes + (size_t)at;
-    const size_t n = c->bytes.total;
-    return tkvi_xxh64(0, record, n) + at == tkvi_load64(record + n) &&
-                   tkvi_are_zeros(record + n + 8, tkvi_saved_record_bytes(c) - n - 8)
+/* A record, where it lies or in the room. Checks its checksum, and the zeros behind it. Returns NULL if they are wrong,
+ * or if it cannot be read. */
+static const uint8_t *tkvi_verify_record(tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
+    const size_t n = c->bytes.total, all = tkvi_saved_record_bytes(c);
+    const uint8_t *record = tkvi_bytes_at(&l->from, (size_t)at, all);
+    return record && tkvi_xxh64(0, record, n) + at == tkvi_load64(record + n) &&
+                   tkvi_are_zeros(record + n + 8, all - n - 8)
                ? record
                : NULL;
+}
+
+static tkv_status tkvi_refuse_damaged_block(tkvi_loader *l, int layer) {
+    return l->from.has_failed
+               ? tkvi_fail(l->kv, TKV_ERR_IO, "the read callback failed at a block of layer", layer, "")
+               : tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
 }
 
 /* Checks the numbers of a run of blocks, that this cache has their layout, and where their records lie. */
@@ -45564,8 +45823,9 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
-    if (at % 64 || at > l->file.end ||
-        (l->file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) < (size_t)repeat)
+    if (at % 64 || at > l->from.file.end ||
+        (l->from.file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) <
+            (size_t)repeat)
         return tkvi_refuse_saved_layer(l, "a block lies beyond the end of the file, layer", layer);
     return TKV_OK;
 }
@@ -45581,7 +45841,7 @@ static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved
         c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run, list->is_cache)];
         for (k = 0; k < g.n; k++)
             if (!tkvi_verify_record(l, c, tkvi_saved_record_at(&g.c, k, c)))
-                return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
+                return tkvi_refuse_damaged_block(l, layer);
     }
     return TKV_OK;
 }
@@ -45708,8 +45968,8 @@ typedef struct tkvi_table_map {
 static int tkvi_is_same_table(const tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t,
                               int i) {
     if (!l->kv->tables.version[version].bytes || t->parts != tkvi_table_parts(l->kv, layer)) return 0;
-    (void)tkvi_save_table(l->kv, layer, version, t->parts, l->room);
-    return memcmp(l->room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
+    (void)tkvi_save_table(l->kv, layer, version, t->parts, l->from.room);
+    return memcmp(l->from.room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
 }
 
 /* Chooses versions. In a layer without a table the file's current one comes first. */
@@ -45884,14 +46144,23 @@ static int tkvi_can_have_layout(const tkvi_loader *l, int layer, const tkvi_save
     return can;
 }
 
-/* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew. */
-static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_saved_group *g,
-                             int k, uint32_t id) {
+/* Copies a record that was verified. From a callback it is read again, and verified again. Returns 0 if it is wrong. */
+static int tkvi_copy_record(tkvi_loader *l, const tkvi_layout *c, uint64_t at, uint8_t *to) {
+    const uint8_t *record = l->from.bytes ? l->from.bytes + (size_t)at : tkvi_verify_record(l, c, at);
+    if (record) memcpy(to, record, c->bytes.total);
+    return record != NULL;
+}
+
+/* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew.
+ * Returns 0 if it is damaged. */
+static int tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_saved_group *g,
+                            int k, uint32_t id) {
     tkvi_pool *pool = &l->kv->pool;
     const tkvi_layout *layout = &l->kv->tables.layout[to->layout];
     const uint64_t at = tkvi_saved_record_at(&g->c, k, to->saved);
     const int position = tkvi_saved_first_position(&g->c, k);
     uint32_t number;
+    int fits = 1;
     if (to->is_attached) {
         number = tkvi_new_number(pool, id, to->layout, position);
         pool->block[number].page = TKVI_OFFLOADED;
@@ -45905,7 +46174,7 @@ static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, 
         number = pool->entry[id].block;
         slot = tkvi_block_bytes(pool, &pool->block[number]);
         memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
-        if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
+        if (to->table < 0) fits = tkvi_copy_record(l, layout, at, slot);
         if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
             !pool->entry[id].has_anchors) {
             tkvi_place_source(l, number, TKVI_COPY, at);
@@ -45913,6 +46182,7 @@ static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, 
         }
     }
     pool->block[number].tier = g->c.run[3];
+    return fits;
 }
 
 /* Makes an entry for a block that an earlier entry of the list has. */
@@ -45946,14 +46216,14 @@ static void tkvi_place_block_history(const tkvi_loader *l, int layer, const tkvi
 }
 
 /* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. All memory is provided.
- * Returns 0 if an entry names no block. */
+ * Returns 0 if an entry names no block, or a block is damaged. */
 static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
                               const tkvi_table_map *map) {
     tkv_cache *kv = l->kv;
     tkvi_list *list = tkvi_list_of(kv, l->seq, layer);
     uint32_t *ids = tkvi_ids(kv, l->seq, layer);
     tkvi_saved_group g;
-    int k;
+    int k, fits = 1;
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
@@ -45971,7 +46241,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
             } else {
                 *id = tkvi_take_entry(&kv->pool);
                 kv->pool.entry[*id] = e;
-                tkvi_place_block(l, layer, &to, &g, k, *id);
+                fits &= tkvi_place_block(l, layer, &to, &g, k, *id);
                 tkvi_block_of(kv, *id)->n_shared_slots = (uint8_t)tokens;
                 if (l->is_cache) tkvi_place_block_history(l, layer, t, g.c.run, tkvi_block_of(kv, *id));
             }
@@ -45987,7 +46257,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
     list->expired = from->expired;
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
-    return 1;
+    return fits;
 }
 
 /* Codes the blocks of a saved table again; version map->room has it. Returns 0 if one is damaged. */
@@ -46014,8 +46284,8 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
             r.start = b->first_position;
             r.live_mask =
                 tkvi_slots_before((int)tkvi_saved_tokens(from, g.i + k, &kv->pool.entry[ids[g.i + k]]));
-            memcpy(l->room, record, to.saved->bytes.total);
-            tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
+            if (record != l->from.room) memcpy(l->from.room, record, to.saved->bytes.total);
+            tkvi_recode_heads(&r, l->from.room, tkvi_block_bytes(&kv->pool, b));
             l->info.n_recoded++;
         }
     }
@@ -46312,8 +46582,8 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 
 /* >>the whole */
 /* Verifies the last save. */
-static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    tkv_status st = tkvi_check_frame(l, bytes, size);
+static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
+    tkv_status st = tkvi_check_frame(l, size);
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
@@ -46332,10 +46602,9 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t 
 
 /* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
  * in a file, and parts before it not. */
-static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    tkv_status st = tkvi_verify_save(l, bytes, size);
-    while (st == TKV_ERR_DATA && l->p->recover && l->info.end)
-        st = tkvi_verify_save(l, bytes, l->info.end - 64);
+static tkv_status tkvi_verify_file(tkvi_loader *l, size_t size) {
+    tkv_status st = tkvi_verify_save(l, size);
+    while (st == TKV_ERR_DATA && l->p->recover && l->info.end) st = tkvi_verify_save(l, l->info.end - 64);
     return st;
 }
 
@@ -46371,10 +46640,6 @@ static void tkvi_count_late_blocks(tkv_cache *kv, int seq) {
         for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
             kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
     }
-}
-
-static tkv_status tkvi_refuse_damaged_block(tkvi_loader *l, int layer) {
-    return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
 }
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
@@ -46415,8 +46680,8 @@ static tkv_status tkvi_provide_attached(tkvi_loader *l) {
     }
     if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
         return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
-    pool->attached[i].bytes = l->file.bytes;
-    pool->attached[i].size = l->file.end;
+    pool->attached[i].bytes = l->from.file.bytes;
+    pool->attached[i].size = l->from.file.end;
     pool->attached[i].n_sources = 1;
     l->attached = (uint16_t)(i + 1);
     return TKV_OK;
@@ -46475,7 +46740,9 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
     int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer_of_all(l, layer))
-            st = tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
+            st = l->from.has_failed
+                     ? tkvi_refuse_damaged_block(l, layer)
+                     : tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
         tkvi_count_late_blocks(kv, l->seq);
         kv->budget.has_loaded = 1;
@@ -46507,7 +46774,7 @@ static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
     }
     if (--file->n_sources) return;
     memset(file, 0, sizeof *file);
-    if (!st && l->p->release) l->p->release(l->p->release_user, l->file.bytes, l->file.end);
+    if (!st && l->p->release) l->p->release(l->p->release_user, l->from.file.bytes, l->from.file.end);
 }
 
 /* Provides all that the file needs. On failure no token has changed. */
@@ -46545,13 +46812,15 @@ static int tkvi_is_new_cache(const tkv_cache *kv) {
     return is_new;
 }
 
+/* bytes NULL: a callback gives them. */
 static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
     const int is_cache = p->seq == TKV_ALL_SEQS;
     int layer, seq;
     if (!is_cache && !tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
-    if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
-        return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
+    if ((p->model_bytes && !p->model) || p->token_capacity < 0)
+        return tkvi_fail(kv, TKV_ERR_ARG, "model is missing, or token_capacity is below 0", 0, NULL);
     if (p->attach && !TKVI_HAS_ATTACH) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves out attach");
+    if (p->attach && !bytes) return tkvi_fail(kv, TKV_ERR_ARG, "attached bytes must be in memory", 0, NULL);
     if (p->attach && (uintptr_t)bytes % 64)
         return tkvi_fail(kv, TKV_ERR_ARG, "attached bytes must begin at a multiple of 64", 0, NULL);
     if (p->attach && size / 64 > 0xffffffffu)
@@ -46577,15 +46846,12 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
 static tkv_status tkvi_load_seq(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
     const int seq = l->p->seq;
-    uint8_t *taken;
-    tkv_status st =
-        tkvi_take_room(kv, l->p->scratch, l->p->scratch_bytes, tkvi_room_for_piece(kv), &l->room, &taken);
-    if (st) return st;
+    tkv_status st;
     kv->seq[seq].used = ++kv->call.clock;
     st = tkvi_provide_file(l);
     if (!st) st = tkvi_place_file(l);
-    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
     if (!st) tkvi_take_tokens(l);
+    tkvi_give_back(&l->from, 0);
     tkvi_release_attached(l, st); /* the caller may free the bytes now */
     tkvi_release_unused(kv, seq);
     tkvi_shrink_index(kv, seq);
@@ -46611,29 +46877,56 @@ static tkv_status tkvi_load_cache(tkvi_loader *l) {
     } else {
         tkvi_take_tokens(l);
     }
+    tkvi_give_back(&l->from, 0);
     tkvi_release_attached(l, st);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
         l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     return st;
 }
 
+/* Loads from the bytes or the callback of l->from. */
+static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params *p, size_t size,
+                            tkv_load_info *out) {
+    tkv_status st = tkvi_check_load(kv, p, l->from.bytes, size);
+    if (st) return st;
+    l->kv = l->from.kv = kv;
+    l->p = p;
+    l->is_cache = p->seq == TKV_ALL_SEQS;
+    l->from.scratch = (uint8_t *)p->scratch;
+    l->from.scratch_bytes = p->scratch_bytes;
+    /* a whole cache in memory needs none: it may fill its budget */
+    if (!l->is_cache || !l->from.bytes) {
+        st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv) + 128, &l->from.room);
+        if (st) return st;
+    }
+    st = tkvi_verify_file(l, size);
+    if (!st) st = l->is_cache ? tkvi_load_cache(l) : tkvi_load_seq(l);
+    else tkvi_give_back(&l->from, 0);
+    if (st) return st;
+    if (out) *out = l->info;
+    return tkvi_ok(kv);
+}
+
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    tkv_status st;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    st = tkvi_check_load(kv, p, bytes, size);
-    if (st) return st;
+    if (!bytes) return tkvi_fail(kv, TKV_ERR_ARG, "bytes are missing", 0, NULL);
     memset(&l, 0, sizeof l);
-    l.kv = kv;
-    l.p = p;
-    l.is_cache = p->seq == TKV_ALL_SEQS;
-    st = tkvi_verify_file(&l, (const uint8_t *)bytes, size);
-    if (!st) st = l.is_cache ? tkvi_load_cache(&l) : tkvi_load_seq(&l);
-    if (st) return st;
-    if (out) *out = l.info;
-    return tkvi_ok(kv);
+    l.from.bytes = (const uint8_t *)bytes;
+    return tkvi_load(&l, kv, p, size, out);
+}
+
+TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
+                                     tkv_read_bytes read, void *user, tkv_load_info *out) {
+    tkvi_loader l;
+    if (!kv || !p || !read) return TKV_ERR_ARG;
+    if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    memset(&l, 0, sizeof l);
+    l.from.read = read;
+    l.from.user = user;
+    return tkvi_load(&l, kv, p, size, out);
 }
 
 #endif /* TKVI_PERSIST_LOAD_H */

@@ -1124,6 +1124,16 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
+/* Loads a saved sequence through a callback, such as that of an archive. The index, lists, tables and states are read
+ * once, and kept in memory until the call ends. Records of blocks are read twice, one by one: all are verified before
+ * anything changes. So the call never holds the whole file.
+ *   size   bytes of the file
+ *   read   returns 0 if it gave `size` bytes of the file from `at` on. It must not call the cache
+ * Errors: as tkv_seq_load, and TKV_ERR_IO (the callback failed), TKV_ERR_ARG (attach needs bytes in memory).
+ * Cost: O(bytes), most of them read twice. */
+typedef int (*tkv_read_bytes)(void *user, size_t at, void *bytes, size_t size);
+TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
+                                     tkv_read_bytes read, void *user, tkv_load_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than

@@ -147,6 +147,7 @@ extern "C" {
 #include "persist/saved.h"
 #include "persist/whole.h"
 #include "persist/save.h"
+#include "persist/reader.h"
 #include "persist/load.h"
 #include "persist/end.h"
 #ifdef __cplusplus

@@ -110,4 +110,29 @@ static inline void repair_index(uint8_t *at, size_t n) {
     put64(at + n - 16, xxh64_of(at + index, n - 16 - (size_t)index));
 }
 
+/* >>a file that a callback reads */
+typedef struct read_file {
+    const uint8_t *bytes;
+    size_t n, most; /* most: of the largest read */
+    int calls, fail_at;
+    int spoil_from; /* not 0: from this call on a byte of each read of a record's size is wrong */
+} read_file;
+
+static inline int read_from_file(void *user, size_t at, void *bytes, size_t size) {
+    read_file *f = (read_file *)user;
+    if (++f->calls == f->fail_at || at > f->n || size > f->n - at) return 1;
+    memcpy(bytes, f->bytes + at, size);
+    if (f->spoil_from && f->calls >= f->spoil_from && size > 64) ((uint8_t *)bytes)[size / 3] ^= 1;
+    if (size > f->most) f->most = size;
+    return 0;
+}
+
+static inline read_file read_file_of(const uint8_t *bytes, size_t n) {
+    read_file f;
+    memset(&f, 0, sizeof f);
+    f.bytes = bytes;
+    f.n = n;
+    return f;
+}
+
 #endif /* TKV_SAVED_FILES_H */

@@ -443,6 +443,95 @@ TEST(a_callback_gets_the_same_bytes) {
     tkv_destroy(kv);
 }
 
+/* >>reading through a callback */
+TEST(a_callback_gives_the_same_sequence) {
+    for (int i = 0; i < 8; i++) {
+        tkv_config cfg = config_number(i);
+        tkv_load_params load = load_params(1);
+        tkv_load_info info, other;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg), *c = create_cache(&cfg);
+        if (i == 0) cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+        const size_t bytes = save_sequence(a, 0, file);
+        read_file f = read_file_of(file, bytes);
+        CHECK_EQ(tkv_seq_load_from(b, &load, bytes, read_from_file, &f, &info), TKV_OK);
+        CHECK(f.most < bytes / 4); /* piece by piece */
+        CHECK_EQ(tkv_seq_load(c, &load, file, bytes, &other), TKV_OK);
+        CHECK_MEM(&info, &other, sizeof info);
+        check_same_bits(a, 0, b, 1, "read by a callback");
+        check_cache_at(b, "read by a callback", i);
+        tkv_destroy(a);
+        tkv_destroy(b);
+        tkv_destroy(c);
+    }
+}
+
+/* A callback that fails, and a file that changes while it is read. */
+TEST(each_failed_read_changes_nothing) {
+    tkv_config cfg = config_number(0);
+    tkv_load_params load = load_params(1);
+    tkv_memory_info before, after;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    int n_spoiled = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 500, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    CHECK_EQ(append_to_all_layers(b, 0, 5, 100, 50), TKV_OK);
+    CHECK_EQ(tkv_get_memory(b, &before), TKV_OK);
+    read_file f = read_file_of(file, bytes);
+    CHECK_EQ(tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL), TKV_OK);
+    const int calls = f.calls;
+    CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    for (int i = 1; i <= calls; i++) {
+        f = read_file_of(file, bytes);
+        f.fail_at = i;
+        CHECK_EQ(tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL), TKV_ERR_IO);
+        CHECK(strstr(tkv_get_last_error(b), "read callback") != NULL);
+        CHECK_EQ(f.calls, i); /* none after the failure */
+        f = read_file_of(file, bytes);
+        f.spoil_from = i;
+        const tkv_status st = tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL);
+        CHECK_MSG(st == TKV_ERR_DATA || (st == TKV_OK && i > calls - 3), "call %d of %d: %d", i, calls, st);
+        n_spoiled += st == TKV_ERR_DATA;
+        if (st == TKV_OK) CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+        CHECK_EQ(tkv_get_length(b, 1, 0), 0);
+        check_cache_at(b, "failed read", i);
+        CHECK_EQ(tkv_get_memory(b, &after), TKV_OK);
+        CHECK_EQ(after.total, before.total);
+    }
+    CHECK(n_spoiled > calls / 2);
+    printf("    %d calls\n", calls);
+    for (size_t cut = 0; cut < bytes; cut += 97) { /* sizes that the file has not */
+        f = read_file_of(file, bytes);
+        CHECK_EQ(tkv_seq_load_from(b, &load, cut, read_from_file, &f, NULL), TKV_ERR_DATA);
+    }
+    f = read_file_of(file, bytes);
+    CHECK_EQ(tkv_seq_load_from(b, &load, (size_t)-64, read_from_file, &f, NULL), TKV_ERR_IO);
+    load.attach = 1;
+    CHECK_EQ(tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_load_from(b, &load, bytes, NULL, &f, NULL), TKV_ERR_ARG);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+TEST(a_callback_reads_damaged_files_alike) {
+    tkv_config cfg = make_config(1, 2);
+    tkv_load_params load = load_params(1);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const size_t step = tkv_test_quick() ? 29 : 1;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 130, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    for (size_t at = 0; at < bytes; at += step) {
+        file[at] ^= (unsigned char)(1 << at % 8);
+        read_file f = read_file_of(file, bytes);
+        const tkv_status st = tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL);
+        CHECK_MSG(st == TKV_ERR_DATA, "byte %zu: %d", at, st);
+        file[at] ^= (unsigned char)(1 << at % 8);
+    }
+    check_cache_at(b, "damaged", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* >>the first tokens */
 /* A save of the first tokens is what a fork with as many tokens has. */
 TEST(first_tokens_are_saved) {
@@ -601,6 +690,11 @@ TEST(cut_journals_have_the_last_whole_save) {
         if (whole) CHECK_EQ(info.end, ends[whole - 1]);
         CHECK_EQ(tkv_get_length(b, 0, 0), whole ? 640 + 9 * (whole - 1) : 0);
         CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        read_file f = read_file_of(j.bytes, n);
+        CHECK_EQ(tkv_seq_load_from(b, &load, n, read_from_file, &f, &info), whole ? TKV_OK : TKV_ERR_DATA);
+        if (whole) CHECK_EQ(info.end, ends[whole - 1]);
+        CHECK_EQ(tkv_get_length(b, 0, 0), whole ? 640 + 9 * (whole - 1) : 0);
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
     }
     /* each flipped bit of the last save gives an error or, with `recover`, the save before it */
     int n_wrong = 0;
@@ -612,6 +706,12 @@ TEST(cut_journals_have_the_last_whole_save) {
         const tkv_status st = tkv_seq_load(b, &load, j.bytes, j.n, NULL);
         n_wrong += st || tkv_get_length(b, 0, 0) != 658;
         CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        if (i % 8 == i / 8 % 8) { /* one bit of each byte */
+            read_file f = read_file_of(j.bytes, j.n);
+            n_wrong +=
+                tkv_seq_load_from(b, &load, j.n, read_from_file, &f, NULL) || tkv_get_length(b, 0, 0) != 658;
+            CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        }
         j.bytes[i / 8] ^= (unsigned char)(1u << i % 8);
     }
     CHECK_EQ(n_wrong, 0);
@@ -1439,6 +1539,9 @@ int main(int argc, char **argv) {
     RUN(tables_of_many_caches);
     RUN(offloaded_blocks_are_saved);
     RUN(a_callback_gets_the_same_bytes);
+    RUN(a_callback_gives_the_same_sequence);
+    RUN(each_failed_read_changes_nothing);
+    RUN(a_callback_reads_damaged_files_alike);
     RUN(first_tokens_are_saved);
     RUN(journals_grow_and_begin_anew);
     RUN(cut_journals_have_the_last_whole_save);

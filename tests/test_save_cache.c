@@ -256,6 +256,24 @@ TEST(blocks_may_stay_in_the_file) {
     }
 }
 
+TEST(a_callback_reads_a_cache) {
+    for (int i = 0; i < CONFIGS; i += 3) {
+        tkv_config cfg = config_number(i);
+        tkv_load_params load = load_params(TKV_ALL_SEQS);
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        run_script(a, 0, 60);
+        const size_t n = save_cache(a, file);
+        read_file f = read_file_of(file, n);
+        load.scratch = scratch;
+        load.scratch_bytes = sizeof scratch;
+        const tkv_status st = tkv_seq_load_from(b, &load, n, read_from_file, &f, NULL);
+        CHECK_MSG(st == TKV_OK, "config %d: %s", i, tkv_get_last_error(b));
+        if (st == TKV_OK) check_same_future(a, b, "read by a callback", i);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 /* A journal of whole caches: a later save has only what changed. */
 TEST(later_saves_are_added_to_a_journal) {
     tkv_config cfg = config_number(1);
@@ -497,6 +515,7 @@ int main(int argc, char **argv) {
     RUN(shared_states_stay_shared);
     RUN(forks_add_few_bytes);
     RUN(blocks_may_stay_in_the_file);
+    RUN(a_callback_reads_a_cache);
     RUN(later_saves_are_added_to_a_journal);
     RUN(offloaded_blocks_come_into_ram);
     RUN(calibrations_and_settings_are_saved);

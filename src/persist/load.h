@@ -1,6 +1,6 @@
 /*
- * persist/load.h - tkv_seq_load: reads a saved sequence (persist/saved.h) into an empty one, or a whole cache into a
- * new one.
+ * persist/load.h - tkv_seq_load, tkv_seq_load_from: read a saved sequence (persist/saved.h) into an empty one, or a
+ * whole cache into a new one.
  *
  *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
  *     provide    versions for the tables, entries, slots, states; a failure changes no token
@@ -13,7 +13,7 @@
 #ifndef TKVI_PERSIST_LOAD_H
 #define TKVI_PERSIST_LOAD_H
 
-#include "persist/save.h"
+#include "persist/reader.h"
 #include "report/info.h"
 #include "step/fork.h"
 #include "step/turns.h"
@@ -21,11 +21,10 @@
 typedef struct tkvi_loader {
     tkv_cache *kv;
     const tkv_load_params *p;
-    tkvi_saved_file file;
+    tkvi_reader from;
     int flags, n_tokens;  /* of the head */
     int is_cache;         /* 1: a whole cache is loaded */
     int seq;              /* the sequence that is being loaded */
-    uint8_t *room;        /* for a table, or for a block */
     uint16_t attached;    /* 1 + place of the file in tkvi_pool.attached; 0: nothing is attached */
     tkvi_numbers numbers; /* of a whole cache */
     tkv_load_info info;
@@ -40,7 +39,7 @@ static tkv_status tkvi_refuse_saved_layer(tkvi_loader *l, const char *why, int l
 }
 
 static tkvi_section tkvi_loaded_section(const tkvi_loader *l, int kind, int number) {
-    return tkvi_find_section(&l->file, kind, number, NULL);
+    return tkvi_find_section(&l->from.file, kind, number, NULL);
 }
 
 /* The first sequence to load, and the end of those to load. */
@@ -50,11 +49,16 @@ static int tkvi_loaded_seqs_end(const tkvi_loader *l) {
 }
 
 /* Opens the last save, and checks all sections. info.end is 0 if there is none. */
-static tkv_status tkvi_check_frame(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    const char *fault =
-        l->p->recover ? tkvi_open_last_save(&l->file, bytes, size) : tkvi_open_save(&l->file, bytes, size);
-    l->info.end = fault ? 0 : l->file.end;
-    if (!fault) fault = tkvi_find_section_fault(&l->file);
+static tkv_status tkvi_check_frame(tkvi_loader *l, size_t size) {
+    const uint8_t *bytes = l->from.bytes;
+    const char *fault = NULL;
+    tkv_status st = TKV_OK;
+    if (!bytes) st = tkvi_keep_last_save(&l->from, size, l->p->recover, &fault);
+    else if (l->p->recover) fault = tkvi_open_last_save(&l->from.file, bytes, size);
+    else fault = tkvi_open_save(&l->from.file, bytes, size);
+    if (st) return st;
+    l->info.end = fault ? 0 : l->from.file.end;
+    if (!fault && bytes) fault = tkvi_find_section_fault(&l->from.file);
     return fault ? tkvi_refuse_file(l, fault) : TKV_OK;
 }
 
@@ -227,14 +231,21 @@ static int tkvi_stays_in_file(const tkvi_loader *l, int layer, const tkvi_saved_
            tkvi_is_last_tier(l->kv, layer, tkvi_saved_tier(list, i));
 }
 
-/* Checks the checksum of a record, and the zeros behind it. Returns NULL if they are wrong. */
-static const uint8_t *tkvi_verify_record(const tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
-    const uint8_t *record = l->file.bytes + (size_t)at;
-    const size_t n = c->bytes.total;
-    return tkvi_xxh64(0, record, n) + at == tkvi_load64(record + n) &&
-                   tkvi_are_zeros(record + n + 8, tkvi_saved_record_bytes(c) - n - 8)
+/* A record, where it lies or in the room. Checks its checksum, and the zeros behind it. Returns NULL if they are wrong,
+ * or if it cannot be read. */
+static const uint8_t *tkvi_verify_record(tkvi_loader *l, const tkvi_layout *c, uint64_t at) {
+    const size_t n = c->bytes.total, all = tkvi_saved_record_bytes(c);
+    const uint8_t *record = tkvi_bytes_at(&l->from, (size_t)at, all);
+    return record && tkvi_xxh64(0, record, n) + at == tkvi_load64(record + n) &&
+                   tkvi_are_zeros(record + n + 8, all - n - 8)
                ? record
                : NULL;
+}
+
+static tkv_status tkvi_refuse_damaged_block(tkvi_loader *l, int layer) {
+    return l->from.has_failed
+               ? tkvi_fail(l->kv, TKV_ERR_IO, "the read callback failed at a block of layer", layer, "")
+               : tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
 }
 
 /* Checks the numbers of a run of blocks, that this cache has their layout, and where their records lie. */
@@ -252,8 +263,9 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
-    if (at % 64 || at > l->file.end ||
-        (l->file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) < (size_t)repeat)
+    if (at % 64 || at > l->from.file.end ||
+        (l->from.file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) <
+            (size_t)repeat)
         return tkvi_refuse_saved_layer(l, "a block lies beyond the end of the file, layer", layer);
     return TKV_OK;
 }
@@ -269,7 +281,7 @@ static tkv_status tkvi_check_saved_records(tkvi_loader *l, int layer, tkvi_saved
         c = &l->kv->tables.layout[tkvi_layout_of_saved(l->kv, layer, g.c.run, list->is_cache)];
         for (k = 0; k < g.n; k++)
             if (!tkvi_verify_record(l, c, tkvi_saved_record_at(&g.c, k, c)))
-                return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
+                return tkvi_refuse_damaged_block(l, layer);
     }
     return TKV_OK;
 }
@@ -396,8 +408,8 @@ typedef struct tkvi_table_map {
 static int tkvi_is_same_table(const tkvi_loader *l, int layer, int version, const tkvi_saved_tables *t,
                               int i) {
     if (!l->kv->tables.version[version].bytes || t->parts != tkvi_table_parts(l->kv, layer)) return 0;
-    (void)tkvi_save_table(l->kv, layer, version, t->parts, l->room);
-    return memcmp(l->room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
+    (void)tkvi_save_table(l->kv, layer, version, t->parts, l->from.room);
+    return memcmp(l->from.room, tkvi_saved_table(t, i) + 8, t->bytes) == 0;
 }
 
 /* Chooses versions. In a layer without a table the file's current one comes first. */
@@ -572,14 +584,23 @@ static int tkvi_can_have_layout(const tkvi_loader *l, int layer, const tkvi_save
     return can;
 }
 
-/* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew. */
-static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_saved_group *g,
-                             int k, uint32_t id) {
+/* Copies a record that was verified. From a callback it is read again, and verified again. Returns 0 if it is wrong. */
+static int tkvi_copy_record(tkvi_loader *l, const tkvi_layout *c, uint64_t at, uint8_t *to) {
+    const uint8_t *record = l->from.bytes ? l->from.bytes + (size_t)at : tkvi_verify_record(l, c, at);
+    if (record) memcpy(to, record, c->bytes.total);
+    return record != NULL;
+}
+
+/* Makes block k of a group, for its entry. Its record is copied, unless it stays in the file or is to be coded anew.
+ * Returns 0 if it is damaged. */
+static int tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, const tkvi_saved_group *g,
+                            int k, uint32_t id) {
     tkvi_pool *pool = &l->kv->pool;
     const tkvi_layout *layout = &l->kv->tables.layout[to->layout];
     const uint64_t at = tkvi_saved_record_at(&g->c, k, to->saved);
     const int position = tkvi_saved_first_position(&g->c, k);
     uint32_t number;
+    int fits = 1;
     if (to->is_attached) {
         number = tkvi_new_number(pool, id, to->layout, position);
         pool->block[number].page = TKVI_OFFLOADED;
@@ -593,7 +614,7 @@ static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, 
         number = pool->entry[id].block;
         slot = tkvi_block_bytes(pool, &pool->block[number]);
         memset(slot, 0, l->kv->tables.size_class[layout->size_class].slot_bytes);
-        if (to->table < 0) memcpy(slot, l->file.bytes + (size_t)at, layout->bytes.total);
+        if (to->table < 0) fits = tkvi_copy_record(l, layout, at, slot);
         if (l->attached && to->table < 0 && tkvi_is_hot_layout(l->kv, layer, to->layout) &&
             !pool->entry[id].has_anchors) {
             tkvi_place_source(l, number, TKVI_COPY, at);
@@ -601,6 +622,7 @@ static void tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, 
         }
     }
     pool->block[number].tier = g->c.run[3];
+    return fits;
 }
 
 /* Makes an entry for a block that an earlier entry of the list has. */
@@ -634,14 +656,14 @@ static void tkvi_place_block_history(const tkvi_loader *l, int layer, const tkvi
 }
 
 /* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. All memory is provided.
- * Returns 0 if an entry names no block. */
+ * Returns 0 if an entry names no block, or a block is damaged. */
 static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, const tkvi_saved_tables *t,
                               const tkvi_table_map *map) {
     tkv_cache *kv = l->kv;
     tkvi_list *list = tkvi_list_of(kv, l->seq, layer);
     uint32_t *ids = tkvi_ids(kv, l->seq, layer);
     tkvi_saved_group g;
-    int k;
+    int k, fits = 1;
     memset(&g, 0, sizeof g);
     while (tkvi_next_group(from, &g)) {
         tkvi_landing to;
@@ -659,7 +681,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
             } else {
                 *id = tkvi_take_entry(&kv->pool);
                 kv->pool.entry[*id] = e;
-                tkvi_place_block(l, layer, &to, &g, k, *id);
+                fits &= tkvi_place_block(l, layer, &to, &g, k, *id);
                 tkvi_block_of(kv, *id)->n_shared_slots = (uint8_t)tokens;
                 if (l->is_cache) tkvi_place_block_history(l, layer, t, g.c.run, tkvi_block_of(kv, *id));
             }
@@ -675,7 +697,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
     list->expired = from->expired;
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
-    return 1;
+    return fits;
 }
 
 /* Codes the blocks of a saved table again; version map->room has it. Returns 0 if one is damaged. */
@@ -702,8 +724,8 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
             r.start = b->first_position;
             r.live_mask =
                 tkvi_slots_before((int)tkvi_saved_tokens(from, g.i + k, &kv->pool.entry[ids[g.i + k]]));
-            memcpy(l->room, record, to.saved->bytes.total);
-            tkvi_recode_heads(&r, l->room, tkvi_block_bytes(&kv->pool, b));
+            if (record != l->from.room) memcpy(l->from.room, record, to.saved->bytes.total);
+            tkvi_recode_heads(&r, l->from.room, tkvi_block_bytes(&kv->pool, b));
             l->info.n_recoded++;
         }
     }
@@ -1000,8 +1022,8 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 
 /* >>the whole */
 /* Verifies the last save. */
-static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    tkv_status st = tkvi_check_frame(l, bytes, size);
+static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
+    tkv_status st = tkvi_check_frame(l, size);
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
@@ -1020,10 +1042,9 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, const uint8_t *bytes, size_t 
 
 /* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
  * in a file, and parts before it not. */
-static tkv_status tkvi_verify_file(tkvi_loader *l, const uint8_t *bytes, size_t size) {
-    tkv_status st = tkvi_verify_save(l, bytes, size);
-    while (st == TKV_ERR_DATA && l->p->recover && l->info.end)
-        st = tkvi_verify_save(l, bytes, l->info.end - 64);
+static tkv_status tkvi_verify_file(tkvi_loader *l, size_t size) {
+    tkv_status st = tkvi_verify_save(l, size);
+    while (st == TKV_ERR_DATA && l->p->recover && l->info.end) st = tkvi_verify_save(l, l->info.end - 64);
     return st;
 }
 
@@ -1059,10 +1080,6 @@ static void tkvi_count_late_blocks(tkv_cache *kv, int seq) {
         for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
             kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
     }
-}
-
-static tkv_status tkvi_refuse_damaged_block(tkvi_loader *l, int layer) {
-    return tkvi_refuse_saved_layer(l, "the checksum of a block is wrong in layer", layer);
 }
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
@@ -1103,8 +1120,8 @@ static tkv_status tkvi_provide_attached(tkvi_loader *l) {
     }
     if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
         return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
-    pool->attached[i].bytes = l->file.bytes;
-    pool->attached[i].size = l->file.end;
+    pool->attached[i].bytes = l->from.file.bytes;
+    pool->attached[i].size = l->from.file.end;
     pool->attached[i].n_sources = 1;
     l->attached = (uint16_t)(i + 1);
     return TKV_OK;
@@ -1163,7 +1180,9 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
     int layer;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer_of_all(l, layer))
-            st = tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
+            st = l->from.has_failed
+                     ? tkvi_refuse_damaged_block(l, layer)
+                     : tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
         tkvi_count_late_blocks(kv, l->seq);
         kv->budget.has_loaded = 1;
@@ -1195,7 +1214,7 @@ static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
     }
     if (--file->n_sources) return;
     memset(file, 0, sizeof *file);
-    if (!st && l->p->release) l->p->release(l->p->release_user, l->file.bytes, l->file.end);
+    if (!st && l->p->release) l->p->release(l->p->release_user, l->from.file.bytes, l->from.file.end);
 }
 
 /* Provides all that the file needs. On failure no token has changed. */
@@ -1233,13 +1252,15 @@ static int tkvi_is_new_cache(const tkv_cache *kv) {
     return is_new;
 }
 
+/* bytes NULL: a callback gives them. */
 static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
     const int is_cache = p->seq == TKV_ALL_SEQS;
     int layer, seq;
     if (!is_cache && !tkvi_has_seq(kv, p->seq)) return tkvi_refuse_seq(kv, p->seq);
-    if (!bytes || (p->model_bytes && !p->model) || p->token_capacity < 0)
-        return tkvi_fail(kv, TKV_ERR_ARG, "bytes or model are missing", 0, NULL);
+    if ((p->model_bytes && !p->model) || p->token_capacity < 0)
+        return tkvi_fail(kv, TKV_ERR_ARG, "model is missing, or token_capacity is below 0", 0, NULL);
     if (p->attach && !TKVI_HAS_ATTACH) return tkvi_refuse_left_out(kv, "TKV_NO_OFFLOAD leaves out attach");
+    if (p->attach && !bytes) return tkvi_fail(kv, TKV_ERR_ARG, "attached bytes must be in memory", 0, NULL);
     if (p->attach && (uintptr_t)bytes % 64)
         return tkvi_fail(kv, TKV_ERR_ARG, "attached bytes must begin at a multiple of 64", 0, NULL);
     if (p->attach && size / 64 > 0xffffffffu)
@@ -1265,15 +1286,12 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
 static tkv_status tkvi_load_seq(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
     const int seq = l->p->seq;
-    uint8_t *taken;
-    tkv_status st =
-        tkvi_take_room(kv, l->p->scratch, l->p->scratch_bytes, tkvi_room_for_piece(kv), &l->room, &taken);
-    if (st) return st;
+    tkv_status st;
     kv->seq[seq].used = ++kv->call.clock;
     st = tkvi_provide_file(l);
     if (!st) st = tkvi_place_file(l);
-    if (taken) tkvi_put(&kv->heap, taken, tkvi_room_for_piece(kv));
     if (!st) tkvi_take_tokens(l);
+    tkvi_give_back(&l->from, 0);
     tkvi_release_attached(l, st); /* the caller may free the bytes now */
     tkvi_release_unused(kv, seq);
     tkvi_shrink_index(kv, seq);
@@ -1299,29 +1317,56 @@ static tkv_status tkvi_load_cache(tkvi_loader *l) {
     } else {
         tkvi_take_tokens(l);
     }
+    tkvi_give_back(&l->from, 0);
     tkvi_release_attached(l, st);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
         l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     return st;
 }
 
+/* Loads from the bytes or the callback of l->from. */
+static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params *p, size_t size,
+                            tkv_load_info *out) {
+    tkv_status st = tkvi_check_load(kv, p, l->from.bytes, size);
+    if (st) return st;
+    l->kv = l->from.kv = kv;
+    l->p = p;
+    l->is_cache = p->seq == TKV_ALL_SEQS;
+    l->from.scratch = (uint8_t *)p->scratch;
+    l->from.scratch_bytes = p->scratch_bytes;
+    /* a whole cache in memory needs none: it may fill its budget */
+    if (!l->is_cache || !l->from.bytes) {
+        st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv) + 128, &l->from.room);
+        if (st) return st;
+    }
+    st = tkvi_verify_file(l, size);
+    if (!st) st = l->is_cache ? tkvi_load_cache(l) : tkvi_load_seq(l);
+    else tkvi_give_back(&l->from, 0);
+    if (st) return st;
+    if (out) *out = l->info;
+    return tkvi_ok(kv);
+}
+
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    tkv_status st;
     if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    st = tkvi_check_load(kv, p, bytes, size);
-    if (st) return st;
+    if (!bytes) return tkvi_fail(kv, TKV_ERR_ARG, "bytes are missing", 0, NULL);
     memset(&l, 0, sizeof l);
-    l.kv = kv;
-    l.p = p;
-    l.is_cache = p->seq == TKV_ALL_SEQS;
-    st = tkvi_verify_file(&l, (const uint8_t *)bytes, size);
-    if (!st) st = l.is_cache ? tkvi_load_cache(&l) : tkvi_load_seq(&l);
-    if (st) return st;
-    if (out) *out = l.info;
-    return tkvi_ok(kv);
+    l.from.bytes = (const uint8_t *)bytes;
+    return tkvi_load(&l, kv, p, size, out);
+}
+
+TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
+                                     tkv_read_bytes read, void *user, tkv_load_info *out) {
+    tkvi_loader l;
+    if (!kv || !p || !read) return TKV_ERR_ARG;
+    if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    memset(&l, 0, sizeof l);
+    l.from.read = read;
+    l.from.user = user;
+    return tkvi_load(&l, kv, p, size, out);
 }
 
 #endif /* TKVI_PERSIST_LOAD_H */

@@ -149,31 +149,45 @@ static const uint8_t *tkvi_saved_index_entry(const tkvi_saved_file *f, uint32_t 
     return f->index + (size_t)i * TKVI_SAVED_SECTION;
 }
 
-/* Opens the save that ends at `size`. Returns NULL, or what is wrong. */
-static const char *tkvi_open_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
-    const uint8_t *end = bytes + size - TKVI_SAVED_END;
-    uint64_t index_at, start;
-    uint32_t n;
-    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END || memcmp(bytes, "TKVS", 4) != 0)
-        return "these bytes are no saved sequence";
-    if (tkvi_load32(bytes + 4) != TKVI_SAVED_VERSION)
+/* Reads the end of the save that ends at `size`. head: the first 8 bytes of the file. Returns NULL,
+ * or what is wrong. */
+static const char *tkvi_read_end(tkvi_saved_file *f, const uint8_t *head, const uint8_t *end, size_t size,
+                                 size_t *index_at) {
+    const uint64_t at = tkvi_load64(end), start = tkvi_load64(end + 8);
+    if (memcmp(head, "TKVS", 4) != 0) return "these bytes are no saved sequence";
+    if (tkvi_load32(head + 4) != TKVI_SAVED_VERSION)
         return "the sequence was saved by a newer version of this library";
-    index_at = tkvi_load64(end);
-    start = tkvi_load64(end + 8);
-    n = tkvi_load32(end + 16);
-    if (memcmp(end + 32, "TKVSEND", 8) != 0 || size % 64 || start % 64 || start > size || index_at < start ||
-        index_at > size - TKVI_SAVED_END ||
-        size - TKVI_SAVED_END - (size_t)index_at != (uint64_t)n * TKVI_SAVED_SECTION)
+    f->n_sections = tkvi_load32(end + 16);
+    if (memcmp(end + 32, "TKVSEND", 8) != 0 || size % 64 || start % 64 || start > size || at < start ||
+        at > size - TKVI_SAVED_END ||
+        size - TKVI_SAVED_END - (size_t)at != (uint64_t)f->n_sections * TKVI_SAVED_SECTION)
         return "the saved sequence was cut, or is longer than it should be";
-    f->bytes = bytes;
-    f->index = bytes + (size_t)index_at;
     f->start = (size_t)start;
     f->end = size;
-    f->n_sections = n;
-    if (tkvi_xxh64(0, f->index, size - (size_t)index_at - 16) != tkvi_load64(end + 24) ||
-        tkvi_load32(end + 20) != TKVI_SAVED_VERSION)
-        return "the saved sequence was damaged: the checksum of its index is wrong";
+    *index_at = (size_t)at;
     return NULL;
+}
+
+/* Checks the index, behind which the bytes of the end lie. Returns NULL, or what is wrong. */
+static const char *tkvi_check_index(const tkvi_saved_file *f) {
+    const size_t n = (size_t)f->n_sections * TKVI_SAVED_SECTION;
+    const uint8_t *end = f->index + n;
+    return tkvi_xxh64(0, f->index, n + TKVI_SAVED_END - 16) != tkvi_load64(end + 24) ||
+                   tkvi_load32(end + 20) != TKVI_SAVED_VERSION
+               ? "the saved sequence was damaged: the checksum of its index is wrong"
+               : NULL;
+}
+
+/* Opens the save that ends at `size`. Returns NULL, or what is wrong. */
+static const char *tkvi_open_save(tkvi_saved_file *f, const uint8_t *bytes, size_t size) {
+    const char *fault;
+    size_t index_at;
+    if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END) return "these bytes are no saved sequence";
+    fault = tkvi_read_end(f, bytes, bytes + size - TKVI_SAVED_END, size, &index_at);
+    if (fault) return fault;
+    f->bytes = bytes;
+    f->index = bytes + index_at;
+    return tkvi_check_index(f);
 }
 
 /* Opens the last whole save that ends at `size` or before. Returns NULL, or what is wrong with all of them. */
@@ -184,35 +198,65 @@ static const char *tkvi_open_last_save(tkvi_saved_file *f, const uint8_t *bytes,
     return fault;
 }
 
-/* Checks the sections of a save: those that it wrote lie one behind the other, the others before it. All have right
- * checksums but the records, which have their own. Returns NULL, or what is wrong. */
+/* A walk over the sections of a save. */
+typedef struct tkvi_section_walk {
+    uint32_t i;         /* the next section */
+    size_t at;          /* end of the last one that this save wrote */
+    size_t gap_at, gap; /* bytes that must be zero, before the last section that was passed */
+    uint64_t before;    /* kind and number of that one */
+} tkvi_section_walk;
+
+/* Passes a section. Those that this save wrote lie one behind the other, the others before it. Returns NULL, or what is
+ * wrong. */
+static const char *tkvi_walk_section(const tkvi_saved_file *f, size_t index_at, tkvi_section_walk *w) {
+    const uint8_t *e = tkvi_saved_index_entry(f, w->i);
+    const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8),
+                   n = tkvi_load64(e + 16);
+    const size_t gap = tkvi_gap_to(w->at, 64);
+    const int is_new = from >= f->start;
+    int fits = tkvi_load32(e) < TKVI_SAVED_KINDS && (w->i == 0 || name > w->before);
+    if (is_new) fits = fits && gap <= index_at - w->at && from == w->at + gap && n <= index_at - w->at - gap;
+    else fits = fits && from % 64 == 0 && n <= f->start - from && tkvi_load32(e) != TKVI_SAVED_RECORDS;
+    if (!fits) return "the saved sequence has a section where none can be";
+    w->before = name;
+    w->gap_at = w->at;
+    w->gap = is_new ? gap : 0;
+    if (is_new) w->at += gap + (size_t)n;
+    w->i++;
+    return NULL;
+}
+
+/* Goes behind the last section. */
+static const char *tkvi_end_walk(size_t index_at, tkvi_section_walk *w) {
+    w->gap_at = w->at;
+    w->gap = index_at - w->at;
+    return w->gap >= 64 ? "the saved sequence has bytes in no section" : NULL;
+}
+
+/* Checks the sections of a save. All have right checksums but the records, which have their own. Returns NULL, or what
+ * is wrong. */
 static const char *tkvi_find_section_fault(const tkvi_saved_file *f) {
     const size_t index_at = (size_t)(f->index - f->bytes);
-    uint64_t before = 0;
-    size_t at = f->start;
-    uint32_t i;
-    for (i = 0; i < f->n_sections; i++) {
-        const uint8_t *e = tkvi_saved_index_entry(f, i);
-        const uint64_t name = (uint64_t)tkvi_load32(e) << 32 | tkvi_load32(e + 4), from = tkvi_load64(e + 8),
-                       n = tkvi_load64(e + 16);
-        const size_t gap = tkvi_gap_to(at, 64);
-        const int is_new = from >= f->start;
-        int fits = tkvi_load32(e) < TKVI_SAVED_KINDS && (i == 0 || name > before);
-        if (is_new)
-            fits = fits && gap <= index_at - at && from == at + gap && n <= index_at - at - gap &&
-                   tkvi_are_zeros(f->bytes + at, gap);
-        else fits = fits && from % 64 == 0 && n <= f->start - from && tkvi_load32(e) != TKVI_SAVED_RECORDS;
-        if (!fits) return "the saved sequence has a section where none can be";
-        before = name;
+    tkvi_section_walk w;
+    const char *fault = NULL;
+    memset(&w, 0, sizeof w);
+    w.at = f->start;
+    while (w.i < f->n_sections) {
+        const uint8_t *e = tkvi_saved_index_entry(f, w.i);
+        fault = tkvi_walk_section(f, index_at, &w);
+        if (fault) return fault;
+        if (!tkvi_are_zeros(f->bytes + w.gap_at, w.gap))
+            return "the saved sequence has a section where none can be";
         if (tkvi_load32(e) == TKVI_SAVED_RECORDS
                 ? tkvi_load64(e + 24) != 0
-                : tkvi_xxh64(0, f->bytes + (size_t)from, (size_t)n) != tkvi_load64(e + 24))
+                : tkvi_xxh64(0, f->bytes + (size_t)tkvi_load64(e + 8), (size_t)tkvi_load64(e + 16)) !=
+                      tkvi_load64(e + 24))
             return "the saved sequence was damaged: the checksum of a section is wrong";
-        if (is_new) at += gap + (size_t)n;
     }
-    if (index_at - at >= 64 || !tkvi_are_zeros(f->bytes + at, index_at - at))
-        return "the saved sequence has bytes in no section";
-    return NULL;
+    fault = tkvi_end_walk(index_at, &w);
+    if (!fault && !tkvi_are_zeros(f->bytes + w.gap_at, w.gap))
+        fault = "the saved sequence has bytes in no section";
+    return fault;
 }
 
 /* The section of a kind and layer; at NULL: there is none. *sum: its checksum; may be NULL. */
