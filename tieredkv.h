@@ -23,6 +23,7 @@
  *                                                R13 back to a state of a hybrid model
  *                                                R16 a conversation in a file's bytes
  *                                                R17 a journal, and its file attached
+ *                                                R18 a whole cache, read through a callback
  *    6 Configuration                             R9 a config as text, and back
  *    7 Memory and budgets                        R5 a budget
  *                                                R2 a chat without end in a fixed arena
@@ -415,6 +416,48 @@
  *     if (tkv_seq_load(kv, &load, journal, n, &loaded)) return puts(tkv_get_last_error(kv)), 1;
  *     printf("the last of 16 saves wrote %d blocks of %d; %d stay in the file\n", info.n_new_blocks, info.n_blocks,
  *            loaded.n_attached);
+ * End of recipe
+ *
+ *   A whole cache. With TKV_ALL_SEQS as the sequence, a save has all sequences and all that decides later bytes. Load
+ *   it into a new cache of the same config. It goes on as the saved one would have, with the same bits. Blocks that
+ *   sequences share are saved once. So an arena moves to another address, and a server or a game keeps its state.
+ *
+ *   A callback as the file. tkv_seq_load_from asks for pieces of the file, each block by itself. Use it where the bytes
+ *   are in an archive, or where memory has no room for the file beside the cache.
+ *
+ * Recipe R18: a whole cache, read through a callback
+ *     static unsigned char bytes[8 << 20];
+ *     static int read_bytes(void *user, size_t at, void *to, size_t n) {
+ *         return memcpy(to, (unsigned char *)user + at, n) == NULL;     // from a file: seek and read; 0: all n bytes
+ *     }
+ *     // main:
+ *     tkv_save_params save = {0};
+ *     tkv_load_params load = {0};
+ *     tkv_cache *later;
+ *     size_t n;
+ *     int same = 1;
+ *     cfg.limits.max_seqs = 3;
+ *     if (tkv_create(&cfg, &kv) || tkv_create(&cfg, &later)) return 1;
+ *     for (int i = 0; i < 20; i++) {
+ *         run_model(64);
+ *         for (int layer = 0; layer < LAYERS; layer++)
+ *             if (tkv_append(kv, 0, layer, k, v, 64)) return 1;
+ *     }
+ *     if (tkv_seq_fork(kv, 0, 1, 1000) || tkv_seq_fork(kv, 0, 2, 500)) return 1;
+ *     save.seq = load.seq = TKV_ALL_SEQS;
+ *     if (tkv_seq_save(kv, &save, bytes, sizeof bytes, &n)) return puts(tkv_get_last_error(kv)), 1;
+ *     if (tkv_seq_load_from(later, &load, n, read_bytes, bytes, NULL)) return puts(tkv_get_last_error(later)), 1;
+ *     for (int i = 0; i < 30; i++) {                                    // the same tokens come to both
+ *         run_model(64);
+ *         for (int layer = 0; layer < LAYERS; layer++) {
+ *             float there[HEADS * DIM];
+ *             if (tkv_append(kv, i % 3, layer, k, v, 64) || tkv_append(later, i % 3, layer, k, v, 64)) return 1;
+ *             if (tkv_attend(kv, i % 3, layer, q, 1, out) || tkv_attend(later, i % 3, layer, q, 1, there)) return 1;
+ *             same &= memcmp(out, there, sizeof there) == 0;
+ *         }
+ *     }
+ *     printf("3 sequences in %d bytes; later answers have %s\n", (int)n, same ? "the same bits" : "other bits");
+ *     tkv_destroy(later);
  * End of recipe
  *
  *
@@ -932,6 +975,52 @@
  *   tkv_encode_block gives these bytes for one head's block. They are the same on every machine and instruction set,
  *   with the compiler's default floating-point flags. They decode to the same floats under any flags.
  *   tkv_get_block_bytes gives their number. Metadata is always included.
+ *
+ *   Saved files (persist/saved.h). All numbers are little-endian. Sections begin at multiples of 64, and the bytes
+ *   between them are zero. So blocks lie in a file as they lie in a cache.
+ *
+ *     | head | model | tokens | tables, by layer | records, by layer | lists, by layer | states | index | end |
+ *
+ *   A journal is a saved sequence with later saves behind it, of the same form. Sections of a later save that have not
+ *   changed are not written again: its index names those of former saves. So do its lists with records.
+ *
+ *     | first save | what the second one changed | ... | what the last one changed |
+ *
+ *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
+ *   model    u32 options | i32 value of each of cfg.format | for each layer:
+ *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
+ *            u64 RoPE
+ *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
+ *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
+ *   record   bytes of a block, all heads, zeros to the size of its slot
+ *            u64 XXH64 of them, plus their place in the file | zeros to 64
+ *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
+ *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
+ *            runs of entries | runs of blocks | token_meta [n], if a flag says so
+ *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
+ *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
+ *            u64 evicted_mask | u64 sink_mask
+ *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
+ *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
+ *            2 zeros | i32 first position | u32 repeat | u64 record of the first
+ *            `repeat` blocks, `step` positions apart, whose records follow each other
+ *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
+ *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
+ *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
+ *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
+ *            0 head, 1 model, 2 tokens, 3 tables, 4 records, 5 lists, 6 states, 7 cache
+ *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
+ *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
+ *
+ *   A whole cache has records and lists of each sequence, numbered sequence * layers + layer, and states by sequence.
+ *   Its runs are longer, since sequences share blocks, and since all that decides later bytes is saved:
+ *
+ *   entries  as above; the first entry with its block may be of an earlier sequence
+ *            u32 sequence of that first entry | u32 sequence and u32 index of the block's next holder | u32 is_first
+ *   blocks   as above | u16 layout | u16 previous layout | u16 slots that holders see | u16 0
+ *   state    bytes 2^63 + q, and none behind: it is shared with sequence q
  *
  *
  * 12. NUMERICS
@@ -2358,6 +2447,12 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * write. Slots of an exact block before or behind the tokens of the sequence are saved as zeros. Removed and evicted
  * tokens between them stay in the file until their block is coded again without them.
  *
+ * TKV_ALL_SEQS saves the whole cache: all sequences, with blocks that they share once, scores, reservations, statistics
+ * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
+ * also in place at another address. Whatever is done then gives the same bits as in the saved cache, on machines with
+ * the same instruction set and size of pointers. Offloaded blocks come back into RAM, and exact copies in a store are
+ * not saved. With a store, with `attach` and with recomputation, later tables and levels can be others.
+ *
  * Example:
  *     tkv_save_params save = {0};
  *     save.seq = 3, save.model = name, save.model_bytes = strlen(name);
@@ -2373,13 +2468,13 @@ typedef struct tkv_save_info {
     int n_blocks, n_new_blocks; /* blocks of the sequence, all layers together; those that are written */
 } tkv_save_info;
 typedef struct tkv_save_params { /* fill with zeros first */
-    int seq;
+    int seq;                     /* a sequence, or TKV_ALL_SEQS */
     const void *model; /* bytes that name the model and its weights; a load must give the same. May be NULL */
     size_t model_bytes;
     const int *tokens; /* NULL, or [n_tokens] token numbers, which a load gives back */
     int n_tokens;
     int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
-    int length;      /* 0: all tokens; else the first ones, as tkv_seq_fork would take them */
+    int length;      /* 0: all tokens; else the first ones of a sequence, as tkv_seq_fork would take them */
     /* NULL, or the bytes of a journal: a saved sequence, and what later saves added behind it. Only what changed since
      * its last whole save is written, to be added at info->at. */
     const void *former;
@@ -2390,7 +2485,7 @@ typedef struct tkv_save_params { /* fill with zeros first */
     tkv_save_info *info; /* (may be NULL) is filled before the first byte is written */
 } tkv_save_params;
 typedef struct tkv_load_params { /* fill with zeros first */
-    int seq;                     /* an empty sequence */
+    int seq;                     /* an empty sequence, or TKV_ALL_SEQS: a whole cache, into a new one */
     const void *model;           /* as in tkv_save_params */
     size_t model_bytes;
     int *tokens; /* NULL, or room for the saved token numbers */
@@ -2407,7 +2502,7 @@ typedef struct tkv_load_params { /* fill with zeros first */
     size_t scratch_bytes;
 } tkv_load_params;
 typedef struct tkv_load_info {
-    int n_tokens;       /* of the sequence */
+    int n_tokens;       /* of the sequence, or of all */
     int n_saved_tokens; /* token numbers in the file */
     int n_tables;       /* tables that the cache did not have, all layers together */
     int n_recoded;      /* blocks coded again with the cache's table, as a layer has at most four */
@@ -2416,13 +2511,13 @@ typedef struct tkv_load_info {
 } tkv_load_info;
 typedef int (*tkv_write_bytes)(void *user, const void *bytes,
                                size_t size); /* returns 0, or not 0 after a failure */
-/* Saves a sequence to memory.
+/* Saves a sequence, or a whole cache, to memory.
  *   buf      [size] receives the bytes, not zero-ended; NULL: only counts
  *   needed   (may be NULL if buf is not) receives the number of bytes
  * Errors:
  *   TKV_ERR_CAPACITY     size is too small
  *   TKV_ERR_NO_SOURCE    a block is discarded (tkv_seq_recompute)
- *   TKV_ERR_STATE        a step is open in the sequence
+ *   TKV_ERR_STATE        a step is open in a sequence that is saved
  *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or it or attached bytes gave a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
@@ -2435,19 +2530,21 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
  * no use. Errors: as tkv_seq_save, and TKV_ERR_IO (the callback failed). Cost: as tkv_seq_save. */
 TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
                                    void *user);
-/* Loads a saved sequence into an empty one. All of the file is verified first. After an error the sequence is empty,
- * and all others have the tokens that they had.
- *   bytes   [size] a saved sequence, at any address
+/* Loads a saved sequence into an empty one, or a whole cache into a new one. All of the file is verified first. After
+ * an error the sequence is empty, and all others have the tokens that they had; a new cache is as new.
+ *   bytes   [size] a saved sequence or cache, at any address
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
  * Blocks keep their formats until age or a budget moves them.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
- *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats
- *   TKV_ERR_STATE      the sequence is not empty, or a step is open
+ *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats; a
+ *                      whole cache of another config; one sequence for a whole cache, or the reverse
+ *   TKV_ERR_STATE      the sequence is not empty, or a step is open; the cache is not new
  *   TKV_ERR_CAPACITY   token_capacity, max_tokens or scratch is too small, no version of a table is free, or in place
  *                      there is no memory to attach
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE; attach: TKV_NO_OFFLOAD)
+ * Under a budget with a policy, tokens of other sequences may be evicted for the loaded ones, as by an append.
  * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
@@ -43454,45 +43551,7 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
  *
  *     | head | model | tokens | tables, by layer | records, by layer | lists, by layer | states | index | end |
  *
- * A journal is a saved sequence with later saves behind it, of the same form. Sections of a later save that have not
- * changed are not written again: its index names those of former saves. So do its lists with records.
- *
- *     | first save | what the second one changed | ... | what the last one changed |
- *
- *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
- *   model    u32 options | i32 value of each of cfg.format | for each layer:
- *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
- *            u64 RoPE
- *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
- *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
- *   record   bytes of a block, all heads, zeros to the size of its slot
- *            u64 XXH64 of them, plus their place in the file | zeros to 64
- *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
- *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
- *            runs of entries | runs of blocks | token_meta [n], if a flag says so
- *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
- *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
- *            u64 evicted_mask | u64 sink_mask
- *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
- *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
- *            2 zeros | i32 first position | u32 repeat | u64 record of the first
- *            `repeat` blocks, `step` positions apart, whose records follow each other
- *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
- *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
- *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
- *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
- *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
- *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
- *
- * A whole cache has records and lists of each sequence, numbered sequence * layers + layer, and states by sequence. Its
- * runs are longer, since sequences share blocks, and since all that decides later bytes is saved:
- *
- *   entries  as above; the first entry with its block may be of an earlier sequence
- *            u32 sequence of that first entry | u32 sequence and u32 index of the block's next holder | u32 is_first
- *   blocks   as above | u16 layout | u16 previous layout | u16 slots that holders see | u16 0
- *   state    bytes 2^63 + q, and none behind: it is shared with sequence q
+ * The manual draws all bytes (11. BYTES, saved files).
  *
  * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
  */

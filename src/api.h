@@ -1031,6 +1031,12 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * write. Slots of an exact block before or behind the tokens of the sequence are saved as zeros. Removed and evicted
  * tokens between them stay in the file until their block is coded again without them.
  *
+ * TKV_ALL_SEQS saves the whole cache: all sequences, with blocks that they share once, scores, reservations, statistics
+ * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
+ * also in place at another address. Whatever is done then gives the same bits as in the saved cache, on machines with
+ * the same instruction set and size of pointers. Offloaded blocks come back into RAM, and exact copies in a store are
+ * not saved. With a store, with `attach` and with recomputation, later tables and levels can be others.
+ *
  * Example:
  *     tkv_save_params save = {0};
  *     save.seq = 3, save.model = name, save.model_bytes = strlen(name);
@@ -1046,13 +1052,13 @@ typedef struct tkv_save_info {
     int n_blocks, n_new_blocks; /* blocks of the sequence, all layers together; those that are written */
 } tkv_save_info;
 typedef struct tkv_save_params { /* fill with zeros first */
-    int seq;
+    int seq;                     /* a sequence, or TKV_ALL_SEQS */
     const void *model; /* bytes that name the model and its weights; a load must give the same. May be NULL */
     size_t model_bytes;
     const int *tokens; /* NULL, or [n_tokens] token numbers, which a load gives back */
     int n_tokens;
     int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
-    int length;      /* 0: all tokens; else the first ones, as tkv_seq_fork would take them */
+    int length;      /* 0: all tokens; else the first ones of a sequence, as tkv_seq_fork would take them */
     /* NULL, or the bytes of a journal: a saved sequence, and what later saves added behind it. Only what changed since
      * its last whole save is written, to be added at info->at. */
     const void *former;
@@ -1063,7 +1069,7 @@ typedef struct tkv_save_params { /* fill with zeros first */
     tkv_save_info *info; /* (may be NULL) is filled before the first byte is written */
 } tkv_save_params;
 typedef struct tkv_load_params { /* fill with zeros first */
-    int seq;                     /* an empty sequence */
+    int seq;                     /* an empty sequence, or TKV_ALL_SEQS: a whole cache, into a new one */
     const void *model;           /* as in tkv_save_params */
     size_t model_bytes;
     int *tokens; /* NULL, or room for the saved token numbers */
@@ -1080,7 +1086,7 @@ typedef struct tkv_load_params { /* fill with zeros first */
     size_t scratch_bytes;
 } tkv_load_params;
 typedef struct tkv_load_info {
-    int n_tokens;       /* of the sequence */
+    int n_tokens;       /* of the sequence, or of all */
     int n_saved_tokens; /* token numbers in the file */
     int n_tables;       /* tables that the cache did not have, all layers together */
     int n_recoded;      /* blocks coded again with the cache's table, as a layer has at most four */
@@ -1089,13 +1095,13 @@ typedef struct tkv_load_info {
 } tkv_load_info;
 typedef int (*tkv_write_bytes)(void *user, const void *bytes,
                                size_t size); /* returns 0, or not 0 after a failure */
-/* Saves a sequence to memory.
+/* Saves a sequence, or a whole cache, to memory.
  *   buf      [size] receives the bytes, not zero-ended; NULL: only counts
  *   needed   (may be NULL if buf is not) receives the number of bytes
  * Errors:
  *   TKV_ERR_CAPACITY     size is too small
  *   TKV_ERR_NO_SOURCE    a block is discarded (tkv_seq_recompute)
- *   TKV_ERR_STATE        a step is open in the sequence
+ *   TKV_ERR_STATE        a step is open in a sequence that is saved
  *   TKV_ERR_IO, TKV_ERR_DATA   the store of cfg.offload gave no block, or it or attached bytes gave a damaged one
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE)
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
@@ -1108,19 +1114,21 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
  * no use. Errors: as tkv_seq_save, and TKV_ERR_IO (the callback failed). Cost: as tkv_seq_save. */
 TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
                                    void *user);
-/* Loads a saved sequence into an empty one. All of the file is verified first. After an error the sequence is empty,
- * and all others have the tokens that they had.
- *   bytes   [size] a saved sequence, at any address
+/* Loads a saved sequence into an empty one, or a whole cache into a new one. All of the file is verified first. After
+ * an error the sequence is empty, and all others have the tokens that they had; a new cache is as new.
+ *   bytes   [size] a saved sequence or cache, at any address
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
  * Blocks keep their formats until age or a budget moves them.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
- *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats
- *   TKV_ERR_STATE      the sequence is not empty, or a step is open
+ *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats; a
+ *                      whole cache of another config; one sequence for a whole cache, or the reverse
+ *   TKV_ERR_STATE      the sequence is not empty, or a step is open; the cache is not new
  *   TKV_ERR_CAPACITY   token_capacity, max_tokens or scratch is too small, no version of a table is free, or in place
  *                      there is no memory to attach
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE; attach: TKV_NO_OFFLOAD)
+ * Under a budget with a policy, tokens of other sequences may be evicted for the loaded ones, as by an append.
  * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);

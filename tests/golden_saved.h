@@ -19,6 +19,7 @@ static const golden_file golden_saved[] = {
     {1, 1, "tables", 0x8715ce65c7ec060au, {-0.0549, 0.0000}},
     {1, 2, "evicted", 0x77e0da61df9b0537u, {0.1312, 0.0000}},
     {1, 3, "moved", 0x0f7f139be4d0672fu, {-0.0218, 0.0000}},
+    {1, 4, "cache", 0x6076fe5de18b626du, {0.0375, 0.0000}},
 };
 
 #endif /* TKV_GOLDEN_SAVED_H */

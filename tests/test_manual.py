@@ -231,6 +231,23 @@ class Recipes(unittest.TestCase):
         self.assertTrue(said)
         self.assertGreater(int(said.group(1)), 4000 - 256 - 200)
 
+    def test_r16_a_conversation_in_bytes(self):
+        said = re.match(r"^damaged: (.*)\n2048 tokens in (\d+) bytes\n$", self.run_recipe("R16"))
+        self.assertTrue(said)
+        self.assertIn("damaged", said.group(1))
+        self.assertLess(int(said.group(2)), 2048 * 2 * 2 * 2 * 32 * 2)  # less than FP16
+
+    def test_r17_a_journal_and_its_file_attached(self):
+        said = re.match(r"^the last of 16 saves wrote (\d+) blocks of (\d+); (\d+) stay in the file\n$",
+                        self.run_recipe("R17"))
+        self.assertTrue(said)
+        new, blocks, attached = (int(x) for x in said.groups())
+        self.assertLess(new, blocks / 2)
+        self.assertGreater(attached, 0)
+
+    def test_r18_a_whole_cache(self):
+        self.assertRegex(self.run_recipe("R18"), r"^3 sequences in \d+ bytes; later answers have the same bits\n$")
+
 
 class Extraction(unittest.TestCase):
     """The test finds what is wrong."""

@@ -1373,10 +1373,13 @@ TEST(states_are_saved) {
 }
 
 /* >>golden files: small sequences, one layer each but for the exact one */
-static const char *const golden_names[] = {"exact", "tables", "evicted", "moved"};
+static const char *const golden_names[] = {"exact", "tables", "evicted", "moved", "cache"};
 
 static tkv_config golden_config(int i) {
     tkv_config cfg = make_sized_config(i ? 1 : 2, 2, 1, 8, 2, 64);
+    if (i == 4) cfg.limits.max_seqs = 3, cfg.meter.heads = 1, cfg.meter.every = 8;
+    if (i == 4)
+        cfg.tiers.warm = pair_of(TKV_A40, TKV_R40), cfg.tiers.archive = pair_of(TKV_SQUAT4, TKV_KIVI3);
     cfg.tiers.hot_tokens = i ? TKV_OFF : TKV_UNLIMITED;
     cfg.tiers.warm_tokens = 64;
     if (i == 0) cfg.tiers.hot = pair_of(TKV_F32, TKV_BF16);
@@ -1385,6 +1388,9 @@ static tkv_config golden_config(int i) {
     if (i == 3) cfg.model.rope.dim = 8, cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KVQUANT4, TKV_KIVI3);
     return cfg;
 }
+
+/* 4: a whole cache. */
+static int golden_seq(int i) { return i == 4 ? TKV_ALL_SEQS : 0; }
 
 static tkv_status golden_attend(tkv_cache *kv, int layer, float *out) {
     float q[16];
@@ -1397,11 +1403,11 @@ static size_t save_golden(int i, unsigned char *to, size_t size) {
     static const int tokens[3] = {7, -8, 9};
     const tkv_config cfg = golden_config(i);
     tkv_cache *kv = create_cache(&cfg);
-    tkv_save_params p = save_params(0);
+    tkv_save_params p = save_params(golden_seq(i));
     uint64_t victims[4] = {0, 0x00ff00ff00ff00f0u, 1, 0};
     float x[2 * 64 * 8], out[16];
     size_t n = 0;
-    for (int t = 0; t < (i == 0 ? 40 : i == 1 ? 420 : 230); t += 10) {
+    for (int t = 0; t < (i == 0 ? 40 : i == 1 || i == 4 ? 420 : 230); t += 10) {
         for (int layer = 0; layer < cfg.model.n_layers; layer++) {
             for (int c = 0; c < 160; c++) x[c] = channel_of(i, layer, t + c / 16, c / 8 % 2, c % 8);
             CHECK_EQ(tkv_append(kv, 0, layer, x, x + 80, 10), TKV_OK);
@@ -1414,6 +1420,8 @@ static size_t save_golden(int i, unsigned char *to, size_t size) {
     if (i == 2) CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 200), TKV_OK);
     if (i == 3) CHECK_EQ(tkv_seq_remove(kv, 0, 90, 110), TKV_OK); /* entries share the block that is cut */
     if (i == 3) CHECK_EQ(tkv_seq_shift(kv, 0, 150, 205, 40), TKV_OK);
+    if (i == 4) CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 300, model_name, 7), TKV_OK);
+    if (i == 4) CHECK_EQ(tkv_seq_fork(kv, 0, 2, 310) | tkv_seq_fork(kv, 2, 1, 200), TKV_OK);
     p.tokens = tokens;
     p.n_tokens = 3;
     p.with_scores = i == 2;
@@ -1463,8 +1471,8 @@ TEST(golden_files_stay_readable) {
         const size_t n = read_golden(g->version, g->name);
         const tkv_config cfg = golden_config(g->number);
         tkv_cache *kv = create_cache(&cfg);
-        const tkv_load_params load = load_params(0);
-        tkv_save_params save = save_params(0);
+        const tkv_load_params load = load_params(golden_seq(g->number));
+        tkv_save_params save = save_params(golden_seq(g->number));
         static const int tokens[3] = {7, -8, 9};
         size_t bytes = 0;
         CHECK_MSG(n > 0, "tests/data/saved-%d-%s.tkvs is missing; run from the root of the project",
@@ -1503,7 +1511,7 @@ static void write_golden(void) {
         const size_t n = save_golden(i, file, sizeof file);
         const int version = (int)get32(file + 4);
         const tkv_config cfg = golden_config(i);
-        const tkv_load_params load = load_params(0);
+        const tkv_load_params load = load_params(golden_seq(i));
         tkv_cache *kv = create_cache(&cfg);
         float out[2][16] = {{0}};
         char path[100];

@@ -4,45 +4,7 @@
  *
  *     | head | model | tokens | tables, by layer | records, by layer | lists, by layer | states | index | end |
  *
- * A journal is a saved sequence with later saves behind it, of the same form. Sections of a later save that have not
- * changed are not written again: its index names those of former saves. So do its lists with records.
- *
- *     | first save | what the second one changed | ... | what the last one changed |
- *
- *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
- *   model    u32 options | i32 value of each of cfg.format | for each layer:
- *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
- *            u64 RoPE
- *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
- *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
- *   record   bytes of a block, all heads, zeros to the size of its slot
- *            u64 XXH64 of them, plus their place in the file | zeros to 64
- *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
- *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
- *            runs of entries | runs of blocks | token_meta [n], if a flag says so
- *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
- *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
- *            u64 evicted_mask | u64 sink_mask
- *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
- *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
- *            2 zeros | i32 first position | u32 repeat | u64 record of the first
- *            `repeat` blocks, `step` positions apart, whose records follow each other
- *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
- *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
- *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
- *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
- *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
- *            u64 XXH64 of the index and these 24 bytes | "TKVSEND", a zero
- *
- * A whole cache has records and lists of each sequence, numbered sequence * layers + layer, and states by sequence. Its
- * runs are longer, since sequences share blocks, and since all that decides later bytes is saved:
- *
- *   entries  as above; the first entry with its block may be of an earlier sequence
- *            u32 sequence of that first entry | u32 sequence and u32 index of the block's next holder | u32 is_first
- *   blocks   as above | u16 layout | u16 previous layout | u16 slots that holders see | u16 0
- *   state    bytes 2^63 + q, and none behind: it is shared with sequence q
+ * The manual draws all bytes (11. BYTES, saved files).
  *
  * The checksums find accidents. They do not stop an attacker, who can compute them: authenticate files outside.
  */
