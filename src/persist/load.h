@@ -898,7 +898,6 @@ static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
         tkvi_put(&kv->heap, kv->tables.version[v].bytes, kv->tables.version_bytes);
         memset(&kv->tables.version[v], 0, sizeof kv->tables.version[v]);
     }
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_shrink_index(kv, seq);
 }
 
 /* >>states and tokens */
@@ -1317,8 +1316,8 @@ static tkv_status tkvi_load_cache(tkvi_loader *l) {
     } else {
         tkvi_take_tokens(l);
     }
-    tkvi_give_back(&l->from, 0);
     tkvi_release_attached(l, st);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && st; seq++) tkvi_shrink_index(kv, seq);
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
         l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     return st;
@@ -1334,14 +1333,13 @@ static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params
     l->is_cache = p->seq == TKV_ALL_SEQS;
     l->from.scratch = (uint8_t *)p->scratch;
     l->from.scratch_bytes = p->scratch_bytes;
-    /* a whole cache in memory needs none: it may fill its budget */
-    if (!l->is_cache || !l->from.bytes) {
-        st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv) + 128, &l->from.room);
-        if (st) return st;
-    }
-    st = tkvi_verify_file(l, size);
+    if (!l->from.bytes) st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv) + 128, &l->from.room);
+    if (!st) st = tkvi_verify_file(l, size);
+    /* a whole cache in memory needs no room: it may fill its budget */
+    if (!st && l->from.bytes && !l->is_cache)
+        st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv), &l->from.room);
     if (!st) st = l->is_cache ? tkvi_load_cache(l) : tkvi_load_seq(l);
-    else tkvi_give_back(&l->from, 0);
+    tkvi_give_back(&l->from, 0);
     if (st) return st;
     if (out) *out = l->info;
     return tkvi_ok(kv);

@@ -6,7 +6,7 @@
  * windows, exact and coded formats. An input names one of them and changes to its sections: numbers of lists, entries,
  * blocks, tables and states; whole entries that are dropped, repeated, exchanged, or share a block; sections that
  * are cut, grown, or taken from another file. An input may also be a file as it is. The cache may have tables and
- * sequences of its own, another plan, a budget, or an allocator that fails.
+ * sequences of its own, another plan, a budget, or an allocator that fails. Some files are read through a callback.
  *
  * After a load: the cache passes its self-check, attends and reads, saves the sequence again, and a load of that gives
  * the same attention. Then the sequence goes on: appends, and one call that changes it. After a refusal: no token is
@@ -830,8 +830,8 @@ static void check_refusal(tkv_cache *kv, tkv_status st, size_t held, int was_pla
 /* >>caches. One of each config and plan stays while loads are refused before they ask for memory-> */
 static tkv_cache *idle[N_FILES];
 
-typedef struct surroundings { /* of a load */
-    int plan, n_twins, fail_at, attach;
+typedef struct surroundings {                  /* of a load */
+    int plan, n_twins, fail_at, attach, reads; /* reads: 1: through a callback */
 } surroundings;
 
 static surroundings choose_surroundings(void) {
@@ -840,7 +840,9 @@ static surroundings choose_surroundings(void) {
     s.plan = byte % 32 < 24 ? 0 : byte % 32 - 23;
     s.n_twins = byte / 32 < 5 ? 0 : 1 + byte / 32 % 2 * 3;
     s.fail_at = s.plan == 4 ? 1 + next_byte() % 24 : 0;
-    s.attach = next_byte() % 4 == 0;
+    s.attach = next_byte() % 4;
+    s.reads = s.attach == 1;
+    s.attach = s.attach == 0;
     return s;
 }
 
@@ -883,7 +885,8 @@ static int has_tables(int number) {
 
 /* Loads the first n bytes of `file` into a cache of config `number`. */
 static void run_load(int number, const surroundings *s, size_t n) {
-    const int is_plain = s->plan == 0 && s->n_twins == 0 && !s->attach;
+    const int is_plain = s->plan == 0 && s->n_twins == 0 && !s->attach && !s->reads;
+    read_file f = read_file_of(file, n);
     tkv_load_params load = load_params(0);
     answers before[TWINS], after;
     tkv_load_info info;
@@ -900,7 +903,8 @@ static void run_load(int number, const surroundings *s, size_t n) {
     for (i = 1; i <= s->n_twins; i++) before[i] = ask(kv, i);
     memory->n_requests = 0;
     memory->fail_at = s->fail_at;
-    st = tkv_seq_load(kv, &load, file, n, &info);
+    st = s->reads ? tkv_seq_load_from(kv, &load, n, read_from_file, &f, &info)
+                  : tkv_seq_load(kv, &load, file, n, &info);
     memory->fail_at = 0;
     if (st) check_refusal(kv, st, held, memory->n_requests > 0);
     for (i = 1; i <= s->n_twins && s->plan != 3 && !has_tables(number); i++) {

@@ -19,7 +19,10 @@ static int next_byte(void) {
     return *in_bytes++;
 }
 
-static int next_below(int n) { return n <= 256 ? next_byte() % n : (next_byte() * 256 + next_byte()) % n; }
+static int next_below(int n) {
+    const int high = n <= 256 ? 0 : next_byte();
+    return (high * 256 + next_byte()) % n;
+}
 
 /* >>plain program */
 static char run_name[300]; /* how a plain program runs this input again; empty in a fuzzer */

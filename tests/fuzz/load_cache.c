@@ -1,0 +1,197 @@
+/*
+ * load_cache.c - a fuzz target: the bytes of an input change a saved whole cache, all checksums of sections are
+ * repaired, and a new cache of the same config loads it.
+ *
+ * At the start caches of each config are filled by a script of random calls and saved. An input names one of them, and
+ * changes words of its sections: numbers of the cache, lists, holders of shared blocks, tables, states. It is loaded
+ * from memory, through a callback, attached, or with an allocator that fails.
+ *
+ * After a load the cache passes its self-check, goes on with calls of the script, is saved, and a twin loads that. After
+ * a refusal it has an error with a sentence, holds the bytes of a new cache, and loads the right file.
+ *
+ * Coverage-guided, with clang: make fuzz TARGET=load_cache
+ * As a plain program, with any compiler, for random inputs or for files of inputs:
+ *     cc -O2 -DTKV_FUZZ_MAIN -include assert.h -DTKV_ASSERT=assert tests/fuzz/load_cache.c examples/tieredkv.c \
+ *         -o load_cache -lm
+ *     ./load_cache --runs 100000 [--seed 1] [--bytes 40]
+ */
+#include "../whole_caches.h"
+#include "target.h"
+
+enum { MOST = 1 << 20, SCRIPTS = 2 }; /* bytes of a file; files of a config */
+
+static struct {
+    uint8_t bytes[MOST];
+    size_t n;
+} files[CONFIGS][SCRIPTS];
+static uint8_t file_room[MOST + 64], again[MOST], scratch[MOST];
+static counting_allocator memory;
+static long n_loaded, n_refused;
+
+static tkv_cache *create_for(int number) {
+    static tkv_allocator allocator;
+    tkv_config cfg = config_number(number);
+    if (!allocator.alloc) allocator = counting_allocator_of(&memory); /* it begins with no bytes */
+    cfg.host.allocator = allocator;
+    return create_cache(&cfg);
+}
+
+static tkv_status save_to(tkv_cache *kv, uint8_t *to, size_t *n) {
+    tkv_save_params p = save_params(TKV_ALL_SEQS);
+    p.scratch = scratch;
+    p.scratch_bytes = sizeof scratch;
+    return tkv_seq_save(kv, &p, to, MOST, n);
+}
+
+static void make_files(void) {
+    int i, k;
+    for (i = 0; i < CONFIGS && !files[i][0].n; i++)
+        for (k = 0; k < SCRIPTS; k++) {
+            tkv_cache *kv = create_for(i);
+            run_script(kv, 40 * k, 6 + 10 * k);
+            if (k) CHECK_EQ(tkv_seq_put_state(kv, 1, 0, 1, "a state", 7), TKV_OK);
+            if (k) CHECK_EQ(tkv_seq_fork(kv, 1, 4, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(save_to(kv, files[i][k].bytes, &files[i][k].n), TKV_OK);
+            tkv_destroy(kv);
+        }
+}
+
+/* >>changes */
+/* A word from the one that was there. */
+static uint32_t choose_word(uint32_t was) {
+    static const uint32_t values[] = {0,  1,  2,   3,   4,          5,           31,         63,
+                                      64, 65, 127, 255, 0x7fffffff, 0x80000000u, 0xffffffffu};
+    const int how = next_byte() % 4;
+    if (how == 0) return was + (uint32_t)next_byte() % 7 - 3u;
+    if (how == 1) return was ^ (uint32_t)1 << next_byte() % 32;
+    if (how == 2) return (was & 0xffff0000u) | (uint32_t)next_below(1 << 16);
+    return values[next_byte() % COUNT(values)];
+}
+
+/* Changes a word of a section that is not of records. */
+static void change_word(uint8_t *at, size_t n) {
+    const int n_sections = (int)count_of(at, n);
+    int i = next_below(n_sections), tries = 0;
+    const uint8_t *e = at + index_of(at, n) + 32 * (size_t)i;
+    size_t words, word;
+    while ((get32(e) == SAVED_RECORDS || get64(e + 16) < 4) && tries++ < n_sections)
+        e = at + index_of(at, n) + 32 * (size_t)(i = (i + 1) % n_sections);
+    if (next_byte() % 4 == 0)
+        e = at + index_of(at, n) + 32 * (size_t)(n_sections - 1); /* the cache's numbers */
+    words = (size_t)get64(e + 16) / 4;
+    if (get32(e) == SAVED_RECORDS || !words) return;
+    word = (size_t)next_below(1 << 16) % (next_byte() % 2 && words > 128 ? 128 : words);
+    word = (size_t)get64(e + 8) + 4 * word;
+    put32(at + word, choose_word(get32(at + word)));
+}
+
+/* Copies 16 bytes of a section to another place of it: entries get the holders of others. */
+static void copy_words(uint8_t *at, size_t n) {
+    const uint8_t *e = at + index_of(at, n) + 32 * (size_t)next_below((int)count_of(at, n));
+    const size_t bytes = (size_t)get64(e + 16), from = (size_t)next_below(1 << 15) * 8;
+    const size_t to = (size_t)next_below(1 << 15) * 8;
+    if (get32(e) == SAVED_RECORDS || bytes < 16) return;
+    memmove(at + get64(e + 8) + to % (bytes - 15), at + get64(e + 8) + from % (bytes - 15), 16);
+}
+
+/* >>a load, and what follows */
+static void check_whole(tkv_cache *kv, const char *when) {
+    char reason[160];
+    const tkv_status st = tkv_check(kv, reason, sizeof reason);
+    CHECK_MSG(st == TKV_OK, "%s: %s", when, reason);
+}
+
+static void go_on(tkv_cache *kv, int number, int is_attached) {
+    const tkv_load_params load = load_params(TKV_ALL_SEQS);
+    size_t n = 0;
+    tkv_cache *twin;
+    tkv_status st;
+    int i;
+    n_loaded++;
+    if (next_byte() % 4) return;
+    for (i = next_byte() % 6; i > 0; i--) (void)call_number(kv, next_byte());
+    check_whole(kv, "after calls");
+    st = save_to(kv, again, &n);
+    CHECK(st == TKV_OK || n > MOST || (is_attached && st == TKV_ERR_DATA));
+    if (st) return;
+    twin = create_for(number);
+    st = tkv_seq_load(twin, &load, again, n, NULL);
+    CHECK_MSG(st == TKV_OK, "what was loaded and saved is refused: %s", tkv_get_last_error(twin));
+    check_whole(twin, "the twin");
+    tkv_destroy(twin);
+}
+
+static void run_input(void) {
+    const int number = next_byte() % CONFIGS, script = next_byte() % SCRIPTS, way = next_byte() % 8;
+    uint8_t *file = file_room + (64 - (uintptr_t)file_room % 64) % 64;
+    const size_t n = files[number][script].n;
+    tkv_load_params load = load_params(TKV_ALL_SEQS);
+    tkv_cache *kv = create_for(number);
+    const size_t held = memory.held;
+    int n_changes = 1 + next_byte() % 4;
+    tkv_status st;
+    memcpy(file, files[number][script].bytes, n);
+    for (; n_changes > 0; n_changes--)
+        if (next_byte() % 8) change_word(file, n);
+        else copy_words(file, n);
+    repair_index(file, n);
+    load.attach = way == 1;
+    memory.n_requests = 0;
+    memory.fail_at = way == 2 ? 1 + next_byte() % 60 : 0;
+    if (way == 3) {
+        read_file f = read_file_of(file, n);
+        load.scratch = scratch;
+        load.scratch_bytes = sizeof scratch;
+        st = tkv_seq_load_from(kv, &load, n, read_from_file, &f, NULL);
+    } else {
+        st = tkv_seq_load(kv, &load, file, n, NULL);
+    }
+    memory.fail_at = 0;
+    check_whole(kv, st ? "refused" : "loaded");
+    if (!st) {
+        go_on(kv, number, way == 1);
+    } else {
+        n_refused++;
+        CHECK(st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_CAPACITY || st == TKV_ERR_NOMEM ||
+              st == TKV_ERR_BUDGET);
+        CHECK(tkv_get_last_error(kv)[0] != 0);
+        CHECK_EQ(memory.held, held);
+        if (n_refused % 16 == 0) {
+            memset(&load, 0, sizeof load);
+            load = load_params(TKV_ALL_SEQS);
+            st = tkv_seq_load(kv, &load, files[number][script].bytes, n, NULL);
+            CHECK_MSG(st == TKV_OK, "the right file is refused: %s", tkv_get_last_error(kv));
+        }
+    }
+    tkv_destroy(kv);
+    CHECK_EQ(memory.held, 0);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    make_files();
+    in_bytes = data;
+    n_in = size;
+    tkv_test_.n_bad = tkv_test_.n_checks = 0;
+    run_input();
+    if (!tkv_test_.n_bad) return 0;
+    fflush(stdout);
+    if (run_name[0]) fprintf(stderr, "    found by: ./load_cache %s\n", run_name);
+    abort();
+}
+
+#ifdef TKV_FUZZ_MAIN
+static int make_random(int seed, int n_bytes, uint8_t *bytes) {
+    tkv_rng rng = tkv_rng_seed((uint64_t)seed);
+    const int n = 10 + tkv_rng_below(&rng, n_bytes < 1 || n_bytes > 60000 ? 40 : n_bytes);
+    int i;
+    for (i = 0; i < n; i += 8) put64(bytes + i, tkv_rng_u64(&rng));
+    return n;
+}
+
+int main(int argc, char **argv) {
+    int n_runs;
+    const int status = run_inputs(argc, argv, "load_cache", make_random, 40, 0, &n_runs);
+    printf("%ld files loaded, %ld refused\n", n_loaded, n_refused);
+    return status;
+}
+#endif

@@ -1,0 +1,72 @@
+/*
+ * whole_caches.h - caches of tests/test_save_cache.c and tests/fuzz/load_cache.c: their configs, and scripts of random
+ * calls that fill them.
+ */
+#ifndef TKV_WHOLE_CACHES_H
+#define TKV_WHOLE_CACHES_H
+
+#include "saved_files.h"
+#include "sequences.h"
+
+enum { LAYERS = 3, SEQS = 5 };
+
+/* >>scripts */
+/* One random call. The same number makes the same call, as long as the caches are alike. Returns a hash of its answer.
+ */
+static inline uint64_t call_number(tkv_cache *kv, int number) {
+    static float q[4 * 2 * KV_HEADS * DIM], out[4 * 2 * KV_HEADS * V_DIM];
+    tkv_rng rng = tkv_rng_seed(1000 + (uint64_t)number);
+    const int seq = tkv_rng_below(&rng, SEQS), other = tkv_rng_below(&rng, SEQS),
+              what = tkv_rng_below(&rng, 16), n = 1 + tkv_rng_below(&rng, 90),
+              len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    uint64_t hash = 0;
+    tkv_status st = TKV_OK;
+    if (what < 9 || !len) {
+        st = append_to_all_layers(kv, seq, seq + 1, len > 900 ? 1 : n, 64);
+        for (int layer = 0; layer < LAYERS && tkv_get_length(kv, seq, layer); layer++) {
+            tkv_rng_fill(&rng, q, 4 * 2 * KV_HEADS * DIM, 1.0);
+            memset(out, 0, sizeof out);
+            (void)tkv_attend(kv, seq, layer, q, len ? 4 : 1, out);
+            hash = hash * 31 + xxh64_of((const uint8_t *)out, sizeof out);
+        }
+    } else if (what < 11 && other != seq) st = tkv_seq_fork(kv, seq, other, 1 + tkv_rng_below(&rng, len));
+    else if (what == 11) st = tkv_seq_truncate(kv, seq, len - tkv_rng_below(&rng, len < 40 ? len : 40));
+    else if (what == 12) st = tkv_seq_reserve(kv, seq, n);
+    else if (what == 13) st = tkv_seq_flush(kv, seq, TKV_FLUSH_DUE);
+    else if (what == 14) st = tkv_seq_pin(kv, seq, len / 2, 3, TKV_UNLIMITED);
+    else st = number % 3 ? tkv_report_pressure(kv, .5f) : tkv_seq_reset(kv, seq);
+    return hash * 31 + (uint64_t)(uint32_t)st;
+}
+
+static inline void run_script(tkv_cache *kv, int first, int n) {
+    for (int i = first; i < first + n; i++) (void)call_number(kv, i);
+}
+
+/* >>configs */
+enum { CONFIGS = 16 };
+
+static inline tkv_config config_number(int i) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R20);
+    cfg.tiers.warm_tokens = 128;
+    if (i == 1) cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI2);
+    if (i == 2) cfg.tiers.archive = pair_of(TKV_SQUAT2, TKV_KIVI2);
+    if (i == 3)
+        cfg.tiers.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT2), cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    if (i == 4) cfg.budget.bytes = 700000;
+    if (i == 5) cfg.budget.bytes = 600000, cfg.evict.policy = TKV_EVICT_H2O;
+    if (i == 6) cfg.evict.policy = TKV_EVICT_SNAPKV, cfg.evict.keep_tokens = 300;
+    if (i == 7) cfg.evict.policy = TKV_EVICT_KNORM, cfg.evict.keep_tokens = 256;
+    if (i == 8) cfg.tiers.n_anchors = 8, cfg.importance.sample_every = 4;
+    if (i == 9) cfg.model.window = 200;
+    if (i == 10) cfg.meter.heads = 4, cfg.meter.tokens = 512, cfg.meter.every = 8;
+    if (i == 11) cfg.meter.heads = 4, cfg.meter.every = 4, cfg.meter.target = .97f, cfg.budget.adapt = 1;
+    if (i == 12) cfg.tiers.hot = pair_of(TKV_BF16, TKV_F16), cfg.tiers.sink_tokens = TKV_OFF;
+    if (i == 13) cfg.model.v_in_k = 1, cfg.limits.max_tokens = 3000;
+    if (i == 14) cfg.tiers.archive = pair_of(TKV_SUBSPACE2, TKV_SUBSPACE2), cfg.tiers.hot_tokens = 16;
+    if (i == 15) cfg.budget.bytes = 500000, cfg.limits.max_tokens = 1000;
+    return cfg;
+}
+
+#endif /* TKV_WHOLE_CACHES_H */
