@@ -44362,6 +44362,9 @@ static void tkvi_visit_learning(tkvi_numbers *io) {
 }
 
 /* >>sequences */
+#define TKVI_MOST_RESERVED                                                                                   \
+    (1 << 21) /* blocks that a file may reserve; a budget or limits.max_tokens allow fewer */
+
 /* Lengths that memory is reserved for. Arrays may be as long as these and the lists of the file need. */
 static void tkvi_visit_reservations(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -44371,6 +44374,7 @@ static void tkvi_visit_reservations(tkvi_numbers *io) {
         if (io->mode == TKVI_CHECKS_NUMBERS)
             io->n_reserved += len ? (int64_t)kv->tables.cfg.model.n_layers * (2 * (len / TKVI_BLOCK) + 4) : 0;
     }
+    if (io->n_reserved > TKVI_MOST_RESERVED) io->is_wrong = 1;
 }
 
 static int tkvi_visit_cap(tkvi_numbers *io, uint32_t cap) {

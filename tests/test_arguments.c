@@ -643,12 +643,20 @@ static tkv_status try_save(rig *r, int with_callback, int seq, int n_tokens) {
                          : tkv_seq_save(r->kv, &p, NULL, 0, &needed);
 }
 
-static tkv_status try_load(rig *r, int seq, int capacity) {
+static int give_zeros(void *user, size_t at, void *bytes, size_t size) {
+    (void)user;
+    (void)at;
+    memset(bytes, 0, size);
+    return 0;
+}
+
+static tkv_status try_load(rig *r, int with_callback, int seq, int capacity) {
     tkv_load_params p;
     memset(&p, 0, sizeof p);
     p.seq = seq;
     p.token_capacity = capacity;
-    return tkv_seq_load(r->kv, &p, "no file", 7, NULL);
+    return with_callback ? tkv_seq_load_from(r->kv, &p, 1000, give_zeros, NULL, NULL)
+                         : tkv_seq_load(r->kv, &p, "no file", 7, NULL);
 }
 
 static tkv_status read_token(rig *r, int seq, int layer, int index, int n) {
@@ -682,8 +690,10 @@ static void try_reading(rig *r) {
     EACH("tkv_seq_save", "seq", EVERY, SEQS, "AAAAAA", try_save(r, 0, x, 0));
     EACH("tkv_seq_save", "n_tokens", PLAIN, 1, "AAAO**", try_save(r, 0, 0, x < 2 ? x : 1));
     EACH("tkv_seq_save_to", "seq", EVERY, SEQS, "AAAAAA", try_save(r, 1, x, 0));
-    EACH("tkv_seq_load", "seq", EVERY, SEQS, "AAAAAA", try_load(r, x, 0));
-    EACH("tkv_seq_load", "token_capacity", EVERY, 1, "AAA***", try_load(r, 0, x));
+    EACH("tkv_seq_load", "seq", EVERY, SEQS, "AAAAAA", try_load(r, 0, x, 0));
+    EACH("tkv_seq_load", "token_capacity", EVERY, 1, "AAA***", try_load(r, 0, 0, x));
+    EACH("tkv_seq_load_from", "seq", EVERY, SEQS, "AAAAAA", try_load(r, 1, x, 0));
+    EACH("tkv_seq_load_from", "token_capacity", EVERY, 1, "AAA***", try_load(r, 1, 0, x));
 }
 
 /* >>tables and reports */

@@ -50,6 +50,7 @@ static inline tkv_config config_number(int i) {
     cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
     cfg.tiers.archive = pair_of(TKV_A30, TKV_R20);
     cfg.tiers.warm_tokens = 128;
+    cfg.limits.max_tokens = 3000; /* so that a hostile file reserves no more */
     if (i == 1) cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI2);
     if (i == 2) cfg.tiers.archive = pair_of(TKV_SQUAT2, TKV_KIVI2);
     if (i == 3)
@@ -63,7 +64,7 @@ static inline tkv_config config_number(int i) {
     if (i == 10) cfg.meter.heads = 4, cfg.meter.tokens = 512, cfg.meter.every = 8;
     if (i == 11) cfg.meter.heads = 4, cfg.meter.every = 4, cfg.meter.target = .97f, cfg.budget.adapt = 1;
     if (i == 12) cfg.tiers.hot = pair_of(TKV_BF16, TKV_F16), cfg.tiers.sink_tokens = TKV_OFF;
-    if (i == 13) cfg.model.v_in_k = 1, cfg.limits.max_tokens = 3000;
+    if (i == 13) cfg.model.v_in_k = 1;
     if (i == 14) cfg.tiers.archive = pair_of(TKV_SUBSPACE2, TKV_SUBSPACE2), cfg.tiers.hot_tokens = 16;
     if (i == 15) cfg.budget.bytes = 500000, cfg.limits.max_tokens = 1000;
     return cfg;
