@@ -44211,8 +44211,8 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     tkvi_tables *t = &kv->tables;
     tkvi_budget_state *b = &kv->budget;
     tkv_pressure_info *now = &b->pressure.now;
-    size_t bytes;
-    int layer, level;
+    size_t bytes, without_pages;
+    int layer, level, has_max_pages;
     level = tkvi_visit_int(io, &t->level, 0, t->n_levels - 1);
     for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
         int l;
@@ -44238,10 +44238,16 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     bytes = tkvi_visit_size(io, &t->cfg.budget.bytes);
     if (!t->recode_pages ? bytes != 0 : kv->pool.keep_all && (!bytes || bytes > kv->heap.held))
         io->is_wrong = 1;
-    if (!kv->pool.keep_all && io->mode == TKVI_PROVIDES_NUMBERS) kv->heap.limit = bytes;
-    tkvi_visit_int(io, &kv->pool.recode_pages, 0, t->recode_pages);
-    tkvi_visit_i64(io, &kv->pool.kept_free_pages, 0, TKVI_FOREVER);
-    tkvi_visit_i64(io, &kv->pool.max_pages, 0, TKVI_FOREVER);
+    has_max_pages = (int)tkvi_visit_number(io, kv->pool.max_pages > 0, 0, kv->pool.keep_all && bytes);
+    if (io->mode != TKVI_PROVIDES_NUMBERS) return;
+    /* as tkv_set_budget does */
+    if (!kv->pool.keep_all) kv->heap.limit = bytes;
+    kv->pool.recode_pages = bytes ? t->recode_pages : 0;
+    kv->pool.kept_free_pages = bytes ? tkvi_free_pages_to_keep(kv) : 0;
+    if (!has_max_pages) return;
+    without_pages = tkvi_bytes_without_pages(kv);
+    kv->pool.max_pages = bytes > without_pages ? (int64_t)((bytes - without_pages) / t->page_bytes) : 0;
+    if (!kv->pool.max_pages) kv->pool.max_pages = 1; /* 0 would be no limit */
 }
 
 static void tkvi_visit_counts(tkvi_numbers *io) {
@@ -46772,13 +46778,15 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     }
     if (demand.entries)
         provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
-    pages = tkvi_pages_for_demand(pool, &demand) - pool->recode_pages;
-    most_pages = pages + l->kv->tables.recode_pages + tkvi_free_pages_to_keep(kv) + l->numbers.n_reserved;
+    pages = demand.entries ? tkvi_pages_for_demand(pool, &demand) : 0;
+    most_pages = pages + pool->kept_free_pages + l->numbers.n_reserved;
     if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
         n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
     else n_pages = pages;
     while (provided && !pool->keep_all && pool->n_pages < n_pages) provided = tkvi_add_page(pool);
-    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages) return TKV_OK;
+    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
+        (!pool->max_pages || pages <= pool->max_pages))
+        return TKV_OK;
     return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
 }
 
@@ -46928,12 +46936,16 @@ static tkv_status tkvi_load_seq(tkvi_loader *l) {
 static tkv_status tkvi_load_cache(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
     const unsigned had_versions = tkvi_allocated_versions(kv);
+    const tkvi_pool had = kv->pool;
     const size_t had_limit = kv->heap.limit;
     tkv_status st = tkvi_provide_cache(l);
     int seq;
     if (!st) st = tkvi_place_cache(l);
     if (st) {
         kv->heap.limit = had_limit;
+        kv->pool.recode_pages = had.recode_pages;
+        kv->pool.kept_free_pages = had.kept_free_pages;
+        kv->pool.max_pages = had.max_pages;
         kv->budget.has_loaded = 0;
         tkvi_empty_cache(l, had_versions);
     } else {

@@ -9,6 +9,8 @@
  *   --plans f16,quality,balanced,compact,extreme     names of bench_plan in bench.h
  *   --runs 9                saves and loads; each time is the least of them
  *   --keep                  freed memory stays with the program (glibc's mallopt), so a load gets pages that exist
+ *   --seqs 1                more: a whole cache (TKV_ALL_SEQS) with this many forks of the sequence, each with up to 64
+ *                           random tokens of its own
  *   --write DIR             keeps the saved bytes in DIR/PLAN-TOKENS.tkvs
  *   --csv
  * Without a model, keys and values are random numbers for a shape: --layers 32 --heads 32 --kv-heads 8 --dim 128.
@@ -17,6 +19,7 @@
  *   of FP16      against K and V of the same tokens in plain FP16
  *   save, load   GB of saved bytes in a second of CPU time. A load goes into an emptied sequence of a second cache
  *   memcpy, new  the same for a copy of these bytes from one buffer to another, and to pages that are new (mmap)
+ *   one by one   with --seqs: bytes of all sequences, each saved by itself
  *   read again   seconds for the model to read the prompt into an empty cache of this plan, the only run
  *   load ms      and how many times faster that is
  * Before anything is timed, the loaded sequence must give the same bits of attention in all layers, and take as many
@@ -42,7 +45,7 @@ typedef struct source { /* of keys and values */
 } source;
 
 typedef struct result {
-    size_t bytes, fp16_bytes;
+    size_t bytes, fp16_bytes, one_by_one;
     double save, load, copy, copy_new, prompt; /* seconds */
 } result;
 
@@ -122,6 +125,38 @@ static double copy_to_new(const void *bytes, size_t size) {
     return bench_seconds(1) - start;
 }
 
+/* Makes sequences 1 and more forks of sequence 0, with tokens of their own. Returns the bytes of all saves. */
+static size_t add_forks(const tkv_config *cfg, tkv_cache *kv) {
+    size_t bytes, sum = 0;
+    uint64_t seed = 3;
+    float *values = bench_values(cfg, &seed);
+    const int n = cfg->limits.max_append && cfg->limits.max_append < 64 ? cfg->limits.max_append : 64;
+    for (int seq = 1; seq < cfg->limits.max_seqs; seq++) {
+        bench_must(tkv_seq_fork(kv, 0, seq, TKV_UNLIMITED), "tkv_seq_fork");
+        for (int layer = 0; layer < cfg->model.n_layers; layer++)
+            bench_must(tkv_append(kv, seq, layer, values, values, n), "tkv_append");
+    }
+    for (int seq = 0; seq < cfg->limits.max_seqs; seq++) {
+        tkv_save_params save;
+        memset(&save, 0, sizeof save);
+        save.seq = seq;
+        bench_must(tkv_seq_save(kv, &save, NULL, 0, &bytes), "tkv_seq_save");
+        sum += bytes;
+    }
+    free(values);
+    return sum;
+}
+
+/* Empties what a load fills. A whole cache is loaded into a new one. */
+static void empty(const tkv_config *cfg, tkv_cache **kv) {
+    if (cfg->limits.max_seqs < 2) {
+        bench_must(tkv_seq_reset(*kv, 0), "tkv_seq_reset");
+        return;
+    }
+    tkv_destroy(*kv);
+    bench_must(tkv_create(cfg, kv), "tkv_create");
+}
+
 static result measure(const source *s, const tkv_config *cfg, int n, int runs, const char *folder,
                       const char *plan) {
     tkv_cache *a, *b;
@@ -135,6 +170,8 @@ static result measure(const source *s, const tkv_config *cfg, int n, int runs, c
     bench_must(tkv_create(cfg, &a), "tkv_create");
     bench_must(tkv_create(cfg, &b), "tkv_create");
     r.prompt = fill(s, cfg, a, n);
+    r.one_by_one = add_forks(cfg, a);
+    if (cfg->limits.max_seqs > 1) save.seq = load.seq = TKV_ALL_SEQS;
     bench_must(tkv_get_memory(a, &memory), "tkv_get_memory");
     r.fp16_bytes = memory.fp16_bytes;
     bench_must(tkv_seq_save(a, &save, NULL, 0, &r.bytes), "tkv_seq_save");
@@ -150,7 +187,7 @@ static result measure(const source *s, const tkv_config *cfg, int n, int runs, c
         start = bench_seconds(1);
         bench_must(tkv_seq_save(a, &save, bytes, r.bytes, NULL), "tkv_seq_save");
         bench_keep_least(&r.save, bench_seconds(1) - start, run);
-        bench_must(tkv_seq_reset(b, 0), "tkv_seq_reset");
+        empty(cfg, &b);
         start = bench_seconds(1);
         bench_must(tkv_seq_load(b, &load, bytes, r.bytes, NULL), "tkv_seq_load");
         bench_keep_least(&r.load, bench_seconds(1) - start, run);
@@ -166,19 +203,22 @@ static result measure(const source *s, const tkv_config *cfg, int n, int runs, c
     return r;
 }
 
-static void print_row(const char *plan, int n, const result *r, int csv) {
+static void print_row(const char *plan, int n, int n_seqs, const result *r, int csv) {
     const double gb = (double)r->bytes * 1e-9;
     printf(csv ? "%s,%d,%.0f,%.1f,%.4f,%.3f,%.3f,%.3f,%.3f,%.3f,%.3f,%.0f\n"
                : "%-10s %6d %11.0f %11.1f %8.3f %6.2f %6.2f %7.2f %6.2f %11.2f %8.2f %7.0f\n",
            plan, n, (double)r->bytes, (double)r->bytes / n, (double)r->bytes / (double)r->fp16_bytes,
            gb / r->save, gb / r->load, gb / r->copy, gb / r->copy_new, r->prompt, 1e3 * r->load,
            r->prompt / r->load);
+    if (n_seqs > 1 && !csv)
+        printf("%10s %d sequences; one by one %.0f bytes\n", "", n_seqs, (double)r->one_by_one);
     fflush(stdout);
 }
 
 int main(int argc, char **argv) {
     const char *lengths = bench_option(argc, argv, "tokens"), *plans = bench_option(argc, argv, "plans");
     const char *folder = bench_option(argc, argv, "write");
+    const int n_seqs = bench_number(argc, argv, "seqs", 1);
     const int runs = bench_number(argc, argv, "runs", 9), csv = bench_option(argc, argv, "csv") != NULL;
     const int has_model = argc > 2 && strncmp(argv[1], "--", 2) != 0 && strncmp(argv[2], "--", 2) != 0;
     char length[16], plan[32];
@@ -212,9 +252,10 @@ int main(int argc, char **argv) {
         if (n < 1 || (has_model && n > s.n)) bench_fail("save: the text has %d tokens", s.n);
         while (bench_word(&rest, plan, sizeof plan)) {
             tkv_config cfg = shape;
+            cfg.limits.max_seqs = n_seqs;
             if (!bench_plan(&cfg, plan)) bench_fail("save: unknown plan \"%s\"", plan);
             const result r = measure(&s, &cfg, n, runs, folder, plan);
-            print_row(plan, n, &r, csv);
+            print_row(plan, n, n_seqs, &r, csv);
         }
     }
     if (has_model) llama_free(&s.m);

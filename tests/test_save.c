@@ -610,7 +610,7 @@ static tkv_status add_to_journal(tkv_cache *kv, journal *j, tkv_save_params p) {
 /* A chat grows, is cut back and changes. Each save can be loaded. The file stays below twice its live bytes. */
 TEST(journals_grow_and_begin_anew) {
     tkv_config cfg = make_config(LAYERS, SEQS);
-    const int saves = tkv_test_quick() ? 60 : 300;
+    const int saves = tkv_test_quick() ? 60 : tkv_test_long() ? 10000 : 300;
     static int tokens[20000], back[20000];
     journal j = {other_file, 0, MOST, 0, {0, 0, 0, 0, 0}};
     int n = 0, n_anew = 0, most_new = 0;

@@ -28,8 +28,8 @@
  *     TKV_ISA          auto, scalar, avx2, avx512, neon or wasm: forces the kernels. Tests put tkv_test_isa() into
  *                      cfg.host.isa.
  *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
- *     TKV_TEST_LONG    1: test_model reads all of its text, and test_states takes 3.3 GB (tkv_test_long()). Set by
- *                      `.ci/integrations` for test_model.
+ *     TKV_TEST_LONG    1: test_model reads all of its text, test_states takes 3.3 GB, and test_save saves a growing
+ *                      chat 10,000 times (tkv_test_long()). Set by `.ci/integrations` for test_model.
  *     TKV_DATA         directory of models and texts (tkv_test_data()). Default: ../shared/data
  */
 #ifndef TKV_TEST_H

@@ -1149,13 +1149,15 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     }
     if (demand.entries)
         provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
-    pages = tkvi_pages_for_demand(pool, &demand) - pool->recode_pages;
-    most_pages = pages + l->kv->tables.recode_pages + tkvi_free_pages_to_keep(kv) + l->numbers.n_reserved;
+    pages = demand.entries ? tkvi_pages_for_demand(pool, &demand) : 0;
+    most_pages = pages + pool->kept_free_pages + l->numbers.n_reserved;
     if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
         n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
     else n_pages = pages;
     while (provided && !pool->keep_all && pool->n_pages < n_pages) provided = tkvi_add_page(pool);
-    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages) return TKV_OK;
+    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
+        (!pool->max_pages || pages <= pool->max_pages))
+        return TKV_OK;
     return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
 }
 
@@ -1305,12 +1307,16 @@ static tkv_status tkvi_load_seq(tkvi_loader *l) {
 static tkv_status tkvi_load_cache(tkvi_loader *l) {
     tkv_cache *kv = l->kv;
     const unsigned had_versions = tkvi_allocated_versions(kv);
+    const tkvi_pool had = kv->pool;
     const size_t had_limit = kv->heap.limit;
     tkv_status st = tkvi_provide_cache(l);
     int seq;
     if (!st) st = tkvi_place_cache(l);
     if (st) {
         kv->heap.limit = had_limit;
+        kv->pool.recode_pages = had.recode_pages;
+        kv->pool.kept_free_pages = had.kept_free_pages;
+        kv->pool.max_pages = had.max_pages;
         kv->budget.has_loaded = 0;
         tkvi_empty_cache(l, had_versions);
     } else {

@@ -16,6 +16,7 @@
 #define TKVI_PERSIST_WHOLE_H
 
 #include "persist/saved.h"
+#include "reclaim/demand.h"
 
 typedef enum tkvi_number_mode {
     TKVI_SAVES_NUMBERS,
@@ -181,8 +182,8 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     tkvi_tables *t = &kv->tables;
     tkvi_budget_state *b = &kv->budget;
     tkv_pressure_info *now = &b->pressure.now;
-    size_t bytes;
-    int layer, level;
+    size_t bytes, without_pages;
+    int layer, level, has_max_pages;
     level = tkvi_visit_int(io, &t->level, 0, t->n_levels - 1);
     for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
         int l;
@@ -208,10 +209,16 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     bytes = tkvi_visit_size(io, &t->cfg.budget.bytes);
     if (!t->recode_pages ? bytes != 0 : kv->pool.keep_all && (!bytes || bytes > kv->heap.held))
         io->is_wrong = 1;
-    if (!kv->pool.keep_all && io->mode == TKVI_PROVIDES_NUMBERS) kv->heap.limit = bytes;
-    tkvi_visit_int(io, &kv->pool.recode_pages, 0, t->recode_pages);
-    tkvi_visit_i64(io, &kv->pool.kept_free_pages, 0, TKVI_FOREVER);
-    tkvi_visit_i64(io, &kv->pool.max_pages, 0, TKVI_FOREVER);
+    has_max_pages = (int)tkvi_visit_number(io, kv->pool.max_pages > 0, 0, kv->pool.keep_all && bytes);
+    if (io->mode != TKVI_PROVIDES_NUMBERS) return;
+    /* as tkv_set_budget does */
+    if (!kv->pool.keep_all) kv->heap.limit = bytes;
+    kv->pool.recode_pages = bytes ? t->recode_pages : 0;
+    kv->pool.kept_free_pages = bytes ? tkvi_free_pages_to_keep(kv) : 0;
+    if (!has_max_pages) return;
+    without_pages = tkvi_bytes_without_pages(kv);
+    kv->pool.max_pages = bytes > without_pages ? (int64_t)((bytes - without_pages) / t->page_bytes) : 0;
+    if (!kv->pool.max_pages) kv->pool.max_pages = 1; /* 0 would be no limit */
 }
 
 static void tkvi_visit_counts(tkvi_numbers *io) {
