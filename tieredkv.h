@@ -44383,9 +44383,10 @@ static void tkvi_visit_reservations(tkvi_numbers *io) {
     if (io->n_reserved > TKVI_MOST_RESERVED) io->is_wrong = 1;
 }
 
+/* A length of an array. More than the lists and reservations of the file can have needed counts as that. */
 static int tkvi_visit_cap(tkvi_numbers *io, uint32_t cap) {
-    const int64_t most = io->mode == TKVI_SAVES_NUMBERS ? TKVI_FOREVER : io->most_entries + io->n_reserved;
-    return (int)tkvi_visit_number(io, cap, 0, most < TKVI_FOREVER ? most : TKVI_FOREVER);
+    const int64_t y = tkvi_visit_number(io, cap, 0, TKVI_FOREVER), most = io->most_entries + io->n_reserved;
+    return (int)(io->mode == TKVI_SAVES_NUMBERS || y < most ? y : most);
 }
 
 static void tkvi_visit_seq(tkvi_numbers *io, int seq) {
@@ -45630,21 +45631,13 @@ static tkv_status tkvi_keep_last_save(tkvi_reader *r, size_t size, int recovers,
 }
 
 #endif /* TKVI_PERSIST_READER_H */
-/* ======== persist/load.h ======== */
+/* ======== persist/verify.h ======== */
 /*
- * persist/load.h - tkv_seq_load, tkv_seq_load_from: read a saved sequence (persist/saved.h) into an empty one, or a
- * whole cache into a new one.
- *
- *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
- *     provide    versions for the tables, entries, slots, states; a failure changes no token
- *     place      tables, blocks, entries, states; tkv_check's rules for lists have the last word
- *
- * Tables are known by their bytes. A table that the layer has already is not stored twice. Without a free version the
- * blocks of one are coded again with the layer's current table: those of the cache first (reclaim/versions.h), else
- * those of the file. A whole cache gets its versions as they were.
+ * persist/verify.h - verifies a saved sequence or a whole cache before a load changes anything: frame, checksums,
+ * model, then every number of every list, table and state.
  */
-#ifndef TKVI_PERSIST_LOAD_H
-#define TKVI_PERSIST_LOAD_H
+#ifndef TKVI_PERSIST_VERIFY_H
+#define TKVI_PERSIST_VERIFY_H
 
 
 typedef struct tkvi_loader {
@@ -46025,6 +46018,154 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
                : TKV_OK;
 }
 
+/* >>states and tokens */
+typedef struct tkvi_saved_state {
+    int layer, n_tokens;
+    int shared_with; /* of a whole cache: the sequence that has its bytes; -1: they are here */
+    const uint8_t *bytes;
+    size_t size;
+} tkvi_saved_state;
+
+/* Reads the state at *at. Returns 0 if it does not fit into the section. */
+static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_state *out) {
+    uint64_t n;
+    if (s->n - *at < TKVI_SAVED_STATE) return 0;
+    out->layer = tkvi_saved_int(s->at + *at);
+    out->n_tokens = tkvi_saved_int(s->at + *at + 4);
+    out->shared_with = -1;
+    out->size = 0;
+    n = tkvi_load64(s->at + *at + 8);
+    *at += TKVI_SAVED_STATE;
+    if (n >= TKVI_SHARED_STATE && n - TKVI_SHARED_STATE < TKVI_FOREVER) {
+        out->shared_with = (int)(n - TKVI_SHARED_STATE);
+        return 1;
+    }
+    if (n > s->n - *at || tkvi_gap_to((size_t)n, 8) > s->n - *at - (size_t)n) return 0;
+    out->bytes = s->at + *at;
+    out->size = (size_t)n;
+    *at += (size_t)n + tkvi_gap_to((size_t)n, 8);
+    return 1;
+}
+
+/* Checks the states of the sequence. */
+static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
+    tkvi_saved_state state;
+    size_t at = 0;
+    if (!s.at)
+        return l->is_cache ? TKV_OK : tkvi_refuse_file(l, "the saved sequence has no section of states");
+    if (s.n && !TKVI_HAS_STATES)
+        return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
+    while (at < s.n)
+        if (!tkvi_read_saved_state(&s, &at, &state) || state.layer < 0 ||
+            state.layer >= l->kv->tables.cfg.model.n_layers || state.n_tokens < 1 ||
+            state.n_tokens > l->kv->tables.cfg.limits.max_tokens ||
+            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq))
+            return tkvi_refuse_file(l, "a saved state is not valid");
+    return TKV_OK;
+}
+
+static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
+    const int most = TKVI_SAVED_TOKENS_AT_ONCE;
+    int i;
+    if (l->n_tokens < 0) return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    for (i = 0; i <= (l->n_tokens - 1) / most && l->n_tokens; i++)
+        if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).n !=
+            4u * (size_t)tkvi_min(most, l->n_tokens - i * most))
+            return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).at)
+        return tkvi_refuse_file(l, "saved tokens have a wrong size");
+    l->info.n_saved_tokens = l->n_tokens;
+    if (l->p->tokens && l->p->token_capacity < l->n_tokens)
+        return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "token_capacity is too small; tokens saved:", l->n_tokens,
+                         "");
+    return TKV_OK;
+}
+
+/* >>numbers of a whole cache */
+/* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
+static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
+    const tkvi_pool *pool = &l->kv->pool;
+    tkvi_numbers io;
+    memset(&io, 0, sizeof io);
+    io.kv = l->kv;
+    io.mode = TKVI_CHECKS_NUMBERS;
+    io.at = s.at;
+    io.end = s.at ? s.at + s.n : NULL;
+    io.most_entries =
+        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
+    if (!s.at) io.is_wrong = 1;
+    return io;
+}
+
+/* Entries of all lists in the file. */
+static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
+    tkvi_saved_list list;
+    int64_t n = 0;
+    int layer;
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++)
+            if (l->kv->tables.plan[layer].stored_layer == layer && !tkvi_open_list(l, layer, &list))
+                n += list.n;
+    return n;
+}
+
+static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
+    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
+    if (!io->is_wrong) tkvi_visit_cache(io);
+    if (!io->is_wrong && io->is_other)
+        return tkvi_refuse_saved_model(
+            l, "the cache was saved with another config; create this one with the same", -1);
+    if (io->is_wrong || io->at != io->end)
+        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+    io->mode = TKVI_PROVIDES_NUMBERS;
+    return TKV_OK;
+}
+
+/* >>the whole */
+/* Verifies the last save. */
+static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
+    tkv_status st = tkvi_check_frame(l, size);
+    int layer;
+    if (!st) st = tkvi_check_model(l);
+    if (!st) st = tkvi_check_saved_tokens(l);
+    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        if (l->kv->tables.plan[layer].stored_layer != layer) continue;
+        for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+            st = tkvi_check_saved_list(l, layer);
+        if (!st) st = tkvi_check_saved_tables(l, layer);
+    }
+    for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
+        st = tkvi_check_saved_states(l);
+    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
+    l->seq = tkvi_first_loaded_seq(l);
+    return st;
+}
+
+/* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
+ * in a file, and parts before it not. */
+static tkv_status tkvi_verify_file(tkvi_loader *l, size_t size) {
+    tkv_status st = tkvi_verify_save(l, size);
+    while (st == TKV_ERR_DATA && l->p->recover && l->info.end) st = tkvi_verify_save(l, l->info.end - 64);
+    return st;
+}
+
+#endif /* TKVI_PERSIST_VERIFY_H */
+/* ======== persist/place.h ======== */
+/*
+ * persist/place.h - places what persist/verify.h has verified: tables, blocks, entries. Memory for them is provided
+ * before (persist/load.h, persist/load_cache.h), so only damaged bytes of a file that has changed meanwhile can fail.
+ *
+ * Tables are known by their bytes. A table that the layer has already is not stored twice. Without a free version the
+ * blocks of one are coded again with the layer's current table: those of the cache first (reclaim/versions.h), else
+ * those of the file. A whole cache gets its versions as they were.
+ */
+#ifndef TKVI_PERSIST_PLACE_H
+#define TKVI_PERSIST_PLACE_H
+
+
+/* >>tables */
 /* Where the tables of a layer go. */
 typedef struct tkvi_table_map {
     int8_t version
@@ -46110,6 +46251,20 @@ static void tkvi_place_table(tkvi_loader *l, int layer, const tkvi_saved_tables 
     if (next && next->version == version) next->n_heads = 0; /* heads that were learned ahead are gone */
     tkvi_fill_table(l->kv, layer, version, t->parts, tkvi_saved_table(t, i) + 8);
     tkvi_lay_out_table(l->kv, layer, version);
+}
+
+/* Places the new tables of a layer. had: version of the current table before, or -1. */
+static void tkvi_place_new_tables(tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                                  const tkvi_table_map *map, int had) {
+    int i;
+    for (i = 0; i < t->n; i++) {
+        if (!map->is_new[i]) continue;
+        tkvi_place_table(l, layer, t, i, map->version[i]);
+        l->info.n_tables++;
+        if (had >= 0 || tkvi_load32(tkvi_saved_table(t, i) + 4) != 1) continue;
+        tkvi_table_use(l->kv, layer, map->version[i]);
+        if (l->kv->stats.tokens_seen && !l->is_cache) tkvi_plan_next_table(l->kv, layer, 0);
+    }
 }
 
 /* >>blocks */
@@ -46254,6 +46409,15 @@ static int tkvi_place_block(tkvi_loader *l, int layer, const tkvi_landing *to, c
     return fits;
 }
 
+/* What only a whole cache knows of a block. */
+static void tkvi_place_block_history(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
+                                     const uint8_t *run, tkvi_block *b) {
+    const int previous = tkvi_load16(run + 26);
+    if (previous && tkvi_can_have_layout(l, layer, t, previous - 1)) b->previous_layout = (uint16_t)previous;
+    b->n_shared_slots = (uint8_t)tkvi_load16(run + 28);
+}
+
+/* >>entries */
 /* Makes an entry for a block that an earlier entry of the list has. */
 static uint32_t tkvi_place_shared(tkvi_pool *pool, uint32_t first, const tkvi_entry *e, int tokens) {
     const int had = pool->block[pool->entry[first].block].n_shared_slots;
@@ -46274,14 +46438,6 @@ static uint32_t tkvi_placed_entry(const tkvi_loader *l, int layer, const tkvi_sa
         h->i >= tkvi_list_of(l->kv, seq, layer)->n)
         return TKVI_NIL;
     return tkvi_ids(l->kv, seq, layer)[h->i];
-}
-
-/* What only a whole cache knows of a block. */
-static void tkvi_place_block_history(const tkvi_loader *l, int layer, const tkvi_saved_tables *t,
-                                     const uint8_t *run, tkvi_block *b) {
-    const int previous = tkvi_load16(run + 26);
-    if (previous && tkvi_can_have_layout(l, layer, t, previous - 1)) b->previous_layout = (uint16_t)previous;
-    b->n_shared_slots = (uint8_t)tkvi_load16(run + 28);
 }
 
 /* Makes the entries of a layer, and their blocks. Those to be coded again have no bytes yet. All memory is provided.
@@ -46361,20 +46517,6 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
     return 1;
 }
 
-/* Places the new tables of a layer. had: version of the current table before, or -1. */
-static void tkvi_place_new_tables(tkvi_loader *l, int layer, const tkvi_saved_tables *t,
-                                  const tkvi_table_map *map, int had) {
-    int i;
-    for (i = 0; i < t->n; i++) {
-        if (!map->is_new[i]) continue;
-        tkvi_place_table(l, layer, t, i, map->version[i]);
-        l->info.n_tables++;
-        if (had >= 0 || tkvi_load32(tkvi_saved_table(t, i) + 4) != 1) continue;
-        tkvi_table_use(l->kv, layer, map->version[i]);
-        if (l->kv->stats.tokens_seen && !l->is_cache) tkvi_plan_next_table(l->kv, layer, 0);
-    }
-}
-
 /* Places tables, entries and blocks of a layer. Returns 0 if a block is damaged. */
 static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkvi_saved_list list;
@@ -46395,7 +46537,164 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     return fits;
 }
 
-/* >>a whole cache */
+/* >>what both loads do */
+/* Copies the caller's tokens, if they are asked for. */
+static void tkvi_take_tokens(const tkvi_loader *l) {
+    tkvi_section s = {NULL, 0};
+    int i;
+    for (i = 0; i < l->n_tokens && l->p->tokens; i++) {
+        const int within = i % TKVI_SAVED_TOKENS_AT_ONCE;
+        if (!within) s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
+        l->p->tokens[i] = tkvi_saved_int(s.at + 4 * (size_t)within);
+    }
+}
+
+/* Checks what was placed of the sequence by the rules of tkv_check: of a group the first and the last entry, or all
+ * with token_meta. */
+static tkv_status tkvi_check_placed(tkvi_loader *l) {
+    tkvi_checker k;
+    tkv_status st = TKV_OK;
+    char reason[96] = "";
+    int layer, i;
+    k.kv = l->kv;
+    k.reason = reason;
+    k.size = sizeof reason;
+    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
+        tkvi_saved_group g;
+        tkvi_saved_list list;
+        if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
+        st = tkvi_check_ids(&k, l->seq, layer);
+        if (!st) st = tkvi_check_counts(&k, l->seq, layer);
+        memset(&g, 0, sizeof g);
+        while (!st && tkvi_next_group(&list, &g))
+            for (i = 0; i < g.n && !st; i += list.meta ? 1 : tkvi_max(1, g.n - 1))
+                st = tkvi_check_entry(&k, l->seq, layer, g.i + i);
+    }
+    return st ? tkvi_refuse_file(l, reason) : TKV_OK;
+}
+
+/* Counts the late blocks of the sequence, each with one of its entries. */
+static void tkvi_count_late_blocks(tkv_cache *kv, int seq) {
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
+            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
+    }
+}
+
+/* Provides the tables of sources and attached files. The file counts as a source of one block until the load ends. */
+static tkv_status tkvi_provide_attached(tkvi_loader *l) {
+    tkvi_pool *pool = &l->kv->pool;
+    uint32_t i = 0;
+    tkvi_attached *longer;
+    while (i < pool->n_attached && pool->attached[i].bytes) i++;
+    if (i == pool->n_attached) {
+        const size_t n = (size_t)i + 4;
+        if (n > 0xffff) return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "too many files are attached", 0, NULL);
+        longer = (tkvi_attached *)tkvi_get(pool->heap, n * sizeof *longer);
+        if (!longer)
+            return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
+        memset(longer, 0, n * sizeof *longer);
+        if (pool->attached) memcpy(longer, pool->attached, pool->n_attached * sizeof *longer);
+        tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *longer);
+        pool->attached = longer;
+        pool->n_attached = (uint32_t)n;
+    }
+    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
+        return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
+    pool->attached[i].bytes = l->from.file.bytes;
+    pool->attached[i].size = l->from.file.end;
+    pool->attached[i].n_sources = 1;
+    l->attached = (uint16_t)(i + 1);
+    return TKV_OK;
+}
+
+/* Ends the load's hold on an attached file. After an error the caller was never told to keep its bytes. */
+static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
+    tkvi_attached *file;
+    if (!TKVI_HAS_ATTACH || !l->attached) return;
+    file = &l->kv->pool.attached[l->attached - 1];
+    if (!st) {
+        file->release = l->p->release;
+        file->user = l->p->release_user;
+    }
+    if (--file->n_sources) return;
+    memset(file, 0, sizeof *file);
+    if (!st && l->p->release) l->p->release(l->p->release_user, l->from.file.bytes, l->from.file.end);
+}
+
+#endif /* TKVI_PERSIST_PLACE_H */
+/* ======== persist/load_cache.h ======== */
+/*
+ * persist/load_cache.h - loads a whole cache into a new one.
+ *
+ *     provide    arrays, versions of tables and pages as the saved cache had them; nothing is recoded for them
+ *     place      tables, blocks, entries and states; then the holders of shared blocks are linked as they were
+ *     store      the numbers of persist/whole.h; cannot fail
+ *
+ * After an error the cache is emptied, and is as new.
+ */
+#ifndef TKVI_PERSIST_LOAD_CACHE_H
+#define TKVI_PERSIST_LOAD_CACHE_H
+
+
+/* 1 if nothing was appended, loaded or learned since the cache was created. */
+static int tkvi_is_new_cache(const tkv_cache *kv) {
+    int i, is_new = !kv->pool.n_entries && !kv->states.held_bytes;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
+        is_new &= !kv->list[i].len;
+    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++) is_new &= !kv->seq[i].reserved_len;
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
+        is_new &=
+            kv->tables.current_version[i] < 0 && (!kv->stats.tokens_seen || kv->stats.tokens_seen[i] < 1);
+    return is_new;
+}
+
+/* >>provide */
+/* Visits the numbers again, from the first. */
+static void tkvi_visit_again(const tkvi_loader *l, tkvi_numbers *io, tkvi_number_mode mode) {
+    io->mode = mode;
+    io->at = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0).at;
+    tkvi_visit_cache(io);
+}
+
+/* Provides all that a whole cache had. Nothing is recoded for it: the saved cache had room. */
+static tkv_status tkvi_provide_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    tkvi_demand demand = tkvi_no_demand();
+    tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
+    int64_t pages, n_pages, most_pages;
+    int provided = 1, layer;
+    if (st) return st;
+    tkvi_visit_again(l, &l->numbers, TKVI_PROVIDES_NUMBERS);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_saved_tables t;
+        int i;
+        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_tables(l, layer, &t)) continue;
+        for (i = 0; i < t.n; i++)
+            provided &= tkvi_allocate_version(kv, (int)tkvi_load32(tkvi_saved_table(&t, i)));
+    }
+    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        const int longest = tkvi_count_saved(kv, l, &demand);
+        if (longest) provided &= tkvi_grow_lists(kv, l->seq, longest);
+    }
+    if (demand.entries)
+        provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
+    pages = demand.entries ? tkvi_pages_for_demand(pool, &demand) : 0;
+    most_pages = pages + pool->kept_free_pages + l->numbers.n_reserved;
+    if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
+        n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
+    else n_pages = pages;
+    while (provided && !pool->keep_all && pool->n_pages < n_pages) provided = tkvi_add_page(pool);
+    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
+        (!pool->max_pages || pages <= pool->max_pages))
+        return TKV_OK;
+    return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
+}
+
+/* >>place */
 /* Links the holders of each shared block of a layer as they were. Returns 0 if the file names no rings. */
 static int tkvi_place_rings(tkvi_loader *l, int layer) {
     tkvi_pool *pool = &l->kv->pool;
@@ -46446,146 +46745,6 @@ static int tkvi_place_layer_of_all(tkvi_loader *l, int layer) {
     return tkvi_place_rings(l, layer);
 }
 
-/* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
-static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
-    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
-    const tkvi_pool *pool = &l->kv->pool;
-    tkvi_numbers io;
-    memset(&io, 0, sizeof io);
-    io.kv = l->kv;
-    io.mode = TKVI_CHECKS_NUMBERS;
-    io.at = s.at;
-    io.end = s.at ? s.at + s.n : NULL;
-    io.most_entries =
-        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
-    if (!s.at) io.is_wrong = 1;
-    return io;
-}
-
-/* Entries of all lists in the file. */
-static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
-    tkvi_saved_list list;
-    int64_t n = 0;
-    int layer;
-    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++)
-            if (l->kv->tables.plan[layer].stored_layer == layer && !tkvi_open_list(l, layer, &list))
-                n += list.n;
-    return n;
-}
-
-static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
-    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
-    if (!io->is_wrong) tkvi_visit_cache(io);
-    if (!io->is_wrong && io->is_other)
-        return tkvi_refuse_saved_model(
-            l, "the cache was saved with another config; create this one with the same", -1);
-    if (io->is_wrong || io->at != io->end)
-        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
-    io->mode = TKVI_PROVIDES_NUMBERS;
-    return TKV_OK;
-}
-
-/* Visits the numbers again, from the first. */
-static void tkvi_visit_again(const tkvi_loader *l, tkvi_numbers *io, tkvi_number_mode mode) {
-    io->mode = mode;
-    io->at = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0).at;
-    tkvi_visit_cache(io);
-}
-
-/* Empties a cache that a whole load has begun to fill, in which rings may be broken. */
-static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
-    tkv_cache *kv = l->kv;
-    tkvi_pool *pool = &kv->pool;
-    const int n_layers = kv->tables.cfg.model.n_layers;
-    uint32_t i;
-    int seq, v, c;
-    memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_drop_states(&kv->states, seq, 0);
-    memset(kv->states.is_stateful, 0, (size_t)n_layers);
-    kv->states.n_stateful = 0;
-    for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;
-    pool->n_entries = pool->n_blocks = pool->n_offloaded = pool->n_late = 0;
-    pool->free_block = pool->free_entry = pool->free_page = TKVI_NIL;
-    tkvi_link_free_blocks(pool, 0);
-    pool->n_free_pages = 0;
-    for (i = 0; i < pool->n_pages; i++) {
-        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(pool->page[i].bytes, kv->tables.page_bytes);
-        pool->page[i].taken = 0;
-        pool->page[i].used = 0;
-        tkvi_free_page(pool, i);
-    }
-    for (c = 0; c < kv->tables.n_classes; c++) {
-        pool->used_slots[c] = 0;
-        pool->partial_pages[c] = TKVI_NIL;
-    }
-    if (pool->source) memset(pool->source, 0, pool->source_cap * sizeof *pool->source);
-    if (l->attached) pool->attached[l->attached - 1].n_sources = 1;
-    memset(kv->tables.current_version, -1, (size_t)n_layers);
-    for (v = 0; v < TKVI_VERSIONS; v++) {
-        if (had_versions >> v & 1) continue;
-        tkvi_put(&kv->heap, kv->tables.version[v].bytes, kv->tables.version_bytes);
-        memset(&kv->tables.version[v], 0, sizeof kv->tables.version[v]);
-    }
-}
-
-/* >>states and tokens */
-typedef struct tkvi_saved_state {
-    int layer, n_tokens;
-    int shared_with; /* of a whole cache: the sequence that has its bytes; -1: they are here */
-    const uint8_t *bytes;
-    size_t size;
-} tkvi_saved_state;
-
-/* Reads the state at *at. Returns 0 if it does not fit into the section. */
-static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_state *out) {
-    uint64_t n;
-    if (s->n - *at < TKVI_SAVED_STATE) return 0;
-    out->layer = tkvi_saved_int(s->at + *at);
-    out->n_tokens = tkvi_saved_int(s->at + *at + 4);
-    out->shared_with = -1;
-    out->size = 0;
-    n = tkvi_load64(s->at + *at + 8);
-    *at += TKVI_SAVED_STATE;
-    if (n >= TKVI_SHARED_STATE && n - TKVI_SHARED_STATE < TKVI_FOREVER) {
-        out->shared_with = (int)(n - TKVI_SHARED_STATE);
-        return 1;
-    }
-    if (n > s->n - *at || tkvi_gap_to((size_t)n, 8) > s->n - *at - (size_t)n) return 0;
-    out->bytes = s->at + *at;
-    out->size = (size_t)n;
-    *at += (size_t)n + tkvi_gap_to((size_t)n, 8);
-    return 1;
-}
-
-/* Checks the states of the sequence. */
-static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
-    tkvi_saved_state state;
-    size_t at = 0;
-    if (!s.at)
-        return l->is_cache ? TKV_OK : tkvi_refuse_file(l, "the saved sequence has no section of states");
-    if (s.n && !TKVI_HAS_STATES)
-        return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
-    while (at < s.n)
-        if (!tkvi_read_saved_state(&s, &at, &state) || state.layer < 0 ||
-            state.layer >= l->kv->tables.cfg.model.n_layers || state.n_tokens < 1 ||
-            state.n_tokens > l->kv->tables.cfg.limits.max_tokens ||
-            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq))
-            return tkvi_refuse_file(l, "a saved state is not valid");
-    return TKV_OK;
-}
-
-static tkv_status tkvi_place_states(tkvi_loader *l) {
-    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    tkvi_saved_state state;
-    size_t at = 0;
-    tkv_status st = TKV_OK;
-    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
-        st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
-    return st;
-}
-
 /* Places a state of a whole cache. Nothing makes room for it: the saved cache had room. */
 static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state *from) {
     tkvi_states *s = &l->kv->states;
@@ -46618,176 +46777,6 @@ static tkv_status tkvi_place_states_of_all(tkvi_loader *l) {
             st = tkvi_place_state_of_all(l, &state);
     }
     return st;
-}
-
-/* Copies the caller's tokens, if they are asked for. */
-static void tkvi_take_tokens(const tkvi_loader *l) {
-    tkvi_section s = {NULL, 0};
-    int i;
-    for (i = 0; i < l->n_tokens && l->p->tokens; i++) {
-        const int within = i % TKVI_SAVED_TOKENS_AT_ONCE;
-        if (!within) s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
-        l->p->tokens[i] = tkvi_saved_int(s.at + 4 * (size_t)within);
-    }
-}
-
-static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
-    const int most = TKVI_SAVED_TOKENS_AT_ONCE;
-    int i;
-    if (l->n_tokens < 0) return tkvi_refuse_file(l, "saved tokens have a wrong size");
-    for (i = 0; i <= (l->n_tokens - 1) / most && l->n_tokens; i++)
-        if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).n !=
-            4u * (size_t)tkvi_min(most, l->n_tokens - i * most))
-            return tkvi_refuse_file(l, "saved tokens have a wrong size");
-    if (tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i).at)
-        return tkvi_refuse_file(l, "saved tokens have a wrong size");
-    l->info.n_saved_tokens = l->n_tokens;
-    if (l->p->tokens && l->p->token_capacity < l->n_tokens)
-        return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "token_capacity is too small; tokens saved:", l->n_tokens,
-                         "");
-    return TKV_OK;
-}
-
-/* >>the whole */
-/* Verifies the last save. */
-static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
-    tkv_status st = tkvi_check_frame(l, size);
-    int layer;
-    if (!st) st = tkvi_check_model(l);
-    if (!st) st = tkvi_check_saved_tokens(l);
-    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
-        if (l->kv->tables.plan[layer].stored_layer != layer) continue;
-        for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-            st = tkvi_check_saved_list(l, layer);
-        if (!st) st = tkvi_check_saved_tables(l, layer);
-    }
-    for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-        st = tkvi_check_saved_states(l);
-    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
-    l->seq = tkvi_first_loaded_seq(l);
-    return st;
-}
-
-/* Verifies the last save or, with `recover`, the last one that is not damaged. After a crash the end of a save can be
- * in a file, and parts before it not. */
-static tkv_status tkvi_verify_file(tkvi_loader *l, size_t size) {
-    tkv_status st = tkvi_verify_save(l, size);
-    while (st == TKV_ERR_DATA && l->p->recover && l->info.end) st = tkvi_verify_save(l, l->info.end - 64);
-    return st;
-}
-
-/* Checks what was placed of the sequence by the rules of tkv_check: of a group the first and the last entry, or all
- * with token_meta. */
-static tkv_status tkvi_check_placed(tkvi_loader *l) {
-    tkvi_checker k;
-    tkv_status st = TKV_OK;
-    char reason[96] = "";
-    int layer, i;
-    k.kv = l->kv;
-    k.reason = reason;
-    k.size = sizeof reason;
-    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
-        tkvi_saved_group g;
-        tkvi_saved_list list;
-        if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
-        st = tkvi_check_ids(&k, l->seq, layer);
-        if (!st) st = tkvi_check_counts(&k, l->seq, layer);
-        memset(&g, 0, sizeof g);
-        while (!st && tkvi_next_group(&list, &g))
-            for (i = 0; i < g.n && !st; i += list.meta ? 1 : tkvi_max(1, g.n - 1))
-                st = tkvi_check_entry(&k, l->seq, layer, g.i + i);
-    }
-    return st ? tkvi_refuse_file(l, reason) : TKV_OK;
-}
-
-/* Counts the late blocks of the sequence, each with one of its entries. */
-static void tkvi_count_late_blocks(tkv_cache *kv, int seq) {
-    int layer, i;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++)
-            kv->pool.n_late += kv->pool.entry[ids[i]].is_first && tkvi_is_late(&kv->pool, ids[i]);
-    }
-}
-
-static tkv_status tkvi_place_file(tkvi_loader *l) {
-    tkv_cache *kv = l->kv;
-    const int had_loaded = kv->budget.has_loaded, seq = l->p->seq;
-    tkv_status st = TKV_OK;
-    int layer;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
-        if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
-            st = tkvi_refuse_damaged_block(l, layer);
-    tkvi_count_late_blocks(kv, seq);
-    kv->budget.has_loaded = 1;
-    if (!st) st = tkvi_check_placed(l);
-    if (!st) st = tkvi_place_states(l);
-    if (!st) return TKV_OK;
-    kv->budget.has_loaded = had_loaded;
-    tkvi_clear_seq(kv, seq);
-    return st;
-}
-
-/* Provides the tables of sources and attached files. The file counts as a source of one block until the load ends. */
-static tkv_status tkvi_provide_attached(tkvi_loader *l) {
-    tkvi_pool *pool = &l->kv->pool;
-    uint32_t i = 0;
-    tkvi_attached *longer;
-    while (i < pool->n_attached && pool->attached[i].bytes) i++;
-    if (i == pool->n_attached) {
-        const size_t n = (size_t)i + 4;
-        if (n > 0xffff) return tkvi_fail(l->kv, TKV_ERR_CAPACITY, "too many files are attached", 0, NULL);
-        longer = (tkvi_attached *)tkvi_get(pool->heap, n * sizeof *longer);
-        if (!longer)
-            return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
-        memset(longer, 0, n * sizeof *longer);
-        if (pool->attached) memcpy(longer, pool->attached, pool->n_attached * sizeof *longer);
-        tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *longer);
-        pool->attached = longer;
-        pool->n_attached = (uint32_t)n;
-    }
-    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
-        return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
-    pool->attached[i].bytes = l->from.file.bytes;
-    pool->attached[i].size = l->from.file.end;
-    pool->attached[i].n_sources = 1;
-    l->attached = (uint16_t)(i + 1);
-    return TKV_OK;
-}
-
-/* Provides all that a whole cache had. Nothing is recoded for it: the saved cache had room. */
-static tkv_status tkvi_provide_cache(tkvi_loader *l) {
-    tkv_cache *kv = l->kv;
-    tkvi_pool *pool = &kv->pool;
-    tkvi_demand demand = tkvi_no_demand();
-    tkv_status st = TKVI_HAS_ATTACH && l->p->attach ? tkvi_provide_attached(l) : TKV_OK;
-    int64_t pages, n_pages, most_pages;
-    int provided = 1, layer;
-    if (st) return st;
-    tkvi_visit_again(l, &l->numbers, TKVI_PROVIDES_NUMBERS);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        tkvi_saved_tables t;
-        int i;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_tables(l, layer, &t)) continue;
-        for (i = 0; i < t.n; i++)
-            provided &= tkvi_allocate_version(kv, (int)tkvi_load32(tkvi_saved_table(&t, i)));
-    }
-    for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
-        const int longest = tkvi_count_saved(kv, l, &demand);
-        if (longest) provided &= tkvi_grow_lists(kv, l->seq, longest);
-    }
-    if (demand.entries)
-        provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
-    pages = demand.entries ? tkvi_pages_for_demand(pool, &demand) : 0;
-    most_pages = pages + pool->kept_free_pages + l->numbers.n_reserved;
-    if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
-        n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
-    else n_pages = pages;
-    while (provided && !pool->keep_all && pool->n_pages < n_pages) provided = tkvi_add_page(pool);
-    if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
-        (!pool->max_pages || pages <= pool->max_pages))
-        return TKV_OK;
-    return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
 }
 
 /* Reserves again what sequences had reserved. The pages for it are there, unless a file says otherwise. */
@@ -46833,18 +46822,109 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
     return TKV_OK;
 }
 
-/* Ends the load's hold on an attached file. After an error the caller was never told to keep its bytes. */
-static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
-    tkvi_attached *file;
-    if (!TKVI_HAS_ATTACH || !l->attached) return;
-    file = &l->kv->pool.attached[l->attached - 1];
-    if (!st) {
-        file->release = l->p->release;
-        file->user = l->p->release_user;
+/* >>the whole */
+/* Empties a cache that a whole load has begun to fill, in which rings may be broken. */
+static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
+    tkv_cache *kv = l->kv;
+    tkvi_pool *pool = &kv->pool;
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    uint32_t i;
+    int seq, v, c;
+    memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_drop_states(&kv->states, seq, 0);
+    memset(kv->states.is_stateful, 0, (size_t)n_layers);
+    kv->states.n_stateful = 0;
+    for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;
+    pool->n_entries = pool->n_blocks = pool->n_offloaded = pool->n_late = 0;
+    pool->free_block = pool->free_entry = pool->free_page = TKVI_NIL;
+    tkvi_link_free_blocks(pool, 0);
+    pool->n_free_pages = 0;
+    for (i = 0; i < pool->n_pages; i++) {
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(pool->page[i].bytes, kv->tables.page_bytes);
+        pool->page[i].taken = 0;
+        pool->page[i].used = 0;
+        tkvi_free_page(pool, i);
     }
-    if (--file->n_sources) return;
-    memset(file, 0, sizeof *file);
-    if (!st && l->p->release) l->p->release(l->p->release_user, l->from.file.bytes, l->from.file.end);
+    for (c = 0; c < kv->tables.n_classes; c++) {
+        pool->used_slots[c] = 0;
+        pool->partial_pages[c] = TKVI_NIL;
+    }
+    if (pool->source) memset(pool->source, 0, pool->source_cap * sizeof *pool->source);
+    if (l->attached) pool->attached[l->attached - 1].n_sources = 1;
+    memset(kv->tables.current_version, -1, (size_t)n_layers);
+    for (v = 0; v < TKVI_VERSIONS; v++) {
+        if (had_versions >> v & 1) continue;
+        tkvi_put(&kv->heap, kv->tables.version[v].bytes, kv->tables.version_bytes);
+        memset(&kv->tables.version[v], 0, sizeof kv->tables.version[v]);
+    }
+}
+
+/* Loads the whole cache of a verified file. */
+static tkv_status tkvi_load_cache(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const unsigned had_versions = tkvi_allocated_versions(kv);
+    const tkvi_pool had = kv->pool;
+    const size_t had_limit = kv->heap.limit;
+    tkv_status st = tkvi_provide_cache(l);
+    int seq;
+    if (!st) st = tkvi_place_cache(l);
+    if (st) {
+        kv->heap.limit = had_limit;
+        kv->pool.recode_pages = had.recode_pages;
+        kv->pool.kept_free_pages = had.kept_free_pages;
+        kv->pool.max_pages = had.max_pages;
+        kv->budget.has_loaded = 0;
+        tkvi_empty_cache(l, had_versions);
+    } else {
+        tkvi_take_tokens(l);
+    }
+    tkvi_release_attached(l, st);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && st; seq++) tkvi_shrink_index(kv, seq);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
+        l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    return st;
+}
+
+#endif /* TKVI_PERSIST_LOAD_CACHE_H */
+/* ======== persist/load.h ======== */
+/*
+ * persist/load.h - tkv_seq_load, tkv_seq_load_from: read a saved sequence (persist/saved.h) into an empty one, or a
+ * whole cache into a new one (persist/load_cache.h).
+ *
+ *     verify     frame, checksums, model, then every number of every list and table; nothing has changed until then
+ *     provide    versions for the tables, entries, slots, states; a failure changes no token
+ *     place      tables, blocks, entries, states; tkv_check's rules for lists have the last word
+ */
+#ifndef TKVI_PERSIST_LOAD_H
+#define TKVI_PERSIST_LOAD_H
+
+
+static tkv_status tkvi_place_states(tkvi_loader *l) {
+    const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
+    tkvi_saved_state state;
+    size_t at = 0;
+    tkv_status st = TKV_OK;
+    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+        st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+    return st;
+}
+
+static tkv_status tkvi_place_file(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const int had_loaded = kv->budget.has_loaded, seq = l->p->seq;
+    tkv_status st = TKV_OK;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
+            st = tkvi_refuse_damaged_block(l, layer);
+    tkvi_count_late_blocks(kv, seq);
+    kv->budget.has_loaded = 1;
+    if (!st) st = tkvi_check_placed(l);
+    if (!st) st = tkvi_place_states(l);
+    if (!st) return TKV_OK;
+    kv->budget.has_loaded = had_loaded;
+    tkvi_clear_seq(kv, seq);
+    return st;
 }
 
 /* Provides all that the file needs. On failure no token has changed. */
@@ -46870,18 +46950,27 @@ static void tkvi_count_loaded_tokens(tkv_cache *kv, int seq) {
     }
 }
 
-/* 1 if nothing was appended, loaded or learned since the cache was created. */
-static int tkvi_is_new_cache(const tkv_cache *kv) {
-    int i, is_new = !kv->pool.n_entries && !kv->states.held_bytes;
-    for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
-        is_new &= !kv->list[i].len;
-    for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++) is_new &= !kv->seq[i].reserved_len;
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        is_new &=
-            kv->tables.current_version[i] < 0 && (!kv->stats.tokens_seen || kv->stats.tokens_seen[i] < 1);
-    return is_new;
+/* Loads the sequence of a verified file. */
+static tkv_status tkvi_load_seq(tkvi_loader *l) {
+    tkv_cache *kv = l->kv;
+    const int seq = l->p->seq;
+    tkv_status st;
+    kv->seq[seq].used = ++kv->call.clock;
+    st = tkvi_provide_file(l);
+    if (!st) st = tkvi_place_file(l);
+    if (!st) tkvi_take_tokens(l);
+    tkvi_give_back(&l->from, 0);
+    tkvi_release_attached(l, st); /* the caller may free the bytes now */
+    tkvi_release_unused(kv, seq);
+    tkvi_shrink_index(kv, seq);
+    if (st) return st;
+    tkvi_remember_turns(kv, seq);
+    tkvi_count_loaded_tokens(kv, seq);
+    l->info.n_tokens = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    return TKV_OK;
 }
 
+/* >>calls */
 /* bytes NULL: a callback gives them. */
 static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size) {
     const int is_cache = p->seq == TKV_ALL_SEQS;
@@ -46910,52 +46999,6 @@ static tkv_status tkvi_check_load(tkv_cache *kv, const tkv_load_params *p, const
     if (TKVI_HAS_STATES && kv->states.list[p->seq].n)
         return tkvi_fail(kv, TKV_ERR_STATE, "reset it before a load: states are in sequence", p->seq, "");
     return TKV_OK;
-}
-
-/* Loads the sequence of a verified file. */
-static tkv_status tkvi_load_seq(tkvi_loader *l) {
-    tkv_cache *kv = l->kv;
-    const int seq = l->p->seq;
-    tkv_status st;
-    kv->seq[seq].used = ++kv->call.clock;
-    st = tkvi_provide_file(l);
-    if (!st) st = tkvi_place_file(l);
-    if (!st) tkvi_take_tokens(l);
-    tkvi_give_back(&l->from, 0);
-    tkvi_release_attached(l, st); /* the caller may free the bytes now */
-    tkvi_release_unused(kv, seq);
-    tkvi_shrink_index(kv, seq);
-    if (st) return st;
-    tkvi_remember_turns(kv, seq);
-    tkvi_count_loaded_tokens(kv, seq);
-    l->info.n_tokens = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
-    return TKV_OK;
-}
-
-/* Loads the whole cache of a verified file. */
-static tkv_status tkvi_load_cache(tkvi_loader *l) {
-    tkv_cache *kv = l->kv;
-    const unsigned had_versions = tkvi_allocated_versions(kv);
-    const tkvi_pool had = kv->pool;
-    const size_t had_limit = kv->heap.limit;
-    tkv_status st = tkvi_provide_cache(l);
-    int seq;
-    if (!st) st = tkvi_place_cache(l);
-    if (st) {
-        kv->heap.limit = had_limit;
-        kv->pool.recode_pages = had.recode_pages;
-        kv->pool.kept_free_pages = had.kept_free_pages;
-        kv->pool.max_pages = had.max_pages;
-        kv->budget.has_loaded = 0;
-        tkvi_empty_cache(l, had_versions);
-    } else {
-        tkvi_take_tokens(l);
-    }
-    tkvi_release_attached(l, st);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && st; seq++) tkvi_shrink_index(kv, seq);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !st; seq++)
-        l->info.n_tokens = tkvi_min(TKVI_FOREVER, l->info.n_tokens + tkv_get_length(kv, seq, TKV_ALL_LAYERS));
-    return st;
 }
 
 /* Loads from the bytes or the callback of l->from. */

@@ -148,6 +148,9 @@ extern "C" {
 #include "persist/whole.h"
 #include "persist/save.h"
 #include "persist/reader.h"
+#include "persist/verify.h"
+#include "persist/place.h"
+#include "persist/load_cache.h"
 #include "persist/load.h"
 #include "persist/end.h"
 #ifdef __cplusplus

@@ -354,9 +354,10 @@ static void tkvi_visit_reservations(tkvi_numbers *io) {
     if (io->n_reserved > TKVI_MOST_RESERVED) io->is_wrong = 1;
 }
 
+/* A length of an array. More than the lists and reservations of the file can have needed counts as that. */
 static int tkvi_visit_cap(tkvi_numbers *io, uint32_t cap) {
-    const int64_t most = io->mode == TKVI_SAVES_NUMBERS ? TKVI_FOREVER : io->most_entries + io->n_reserved;
-    return (int)tkvi_visit_number(io, cap, 0, most < TKVI_FOREVER ? most : TKVI_FOREVER);
+    const int64_t y = tkvi_visit_number(io, cap, 0, TKVI_FOREVER), most = io->most_entries + io->n_reserved;
+    return (int)(io->mode == TKVI_SAVES_NUMBERS || y < most ? y : most);
 }
 
 static void tkvi_visit_seq(tkvi_numbers *io, int seq) {
