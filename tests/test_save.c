@@ -331,23 +331,28 @@ TEST(other_models_are_refused) {
 
 /* Files of many caches, each with tables of its own, in one cache: more tables than a layer can have. */
 TEST(tables_of_many_caches) {
-    enum { FILES = 12 };
-    static unsigned char saved[FILES][700000];
-    static size_t bytes[FILES];
-    tkv_config cfg = make_config(LAYERS, FILES);
+    enum { MOST_FILES = 100 };
+    static unsigned char *saved[MOST_FILES];
+    static size_t bytes[MOST_FILES];
+    const int n_files = tkv_test_quick() ? 12 : MOST_FILES;
+    tkv_config cfg = make_config(LAYERS, n_files);
     cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
     tkv_cache *kv = create_cache(&cfg);
-    answers before[FILES];
+    static answers before[MOST_FILES];
     int n_recoded = 0, n_tables = 0, n_same = 0;
-    for (int i = 0; i < FILES; i++) {
+    double worst = 0;
+    for (int i = 0; i < n_files; i++) {
         const tkv_save_params p = save_params(0);
         tkv_cache *own = create_cache(&cfg);
         CHECK_EQ(append_to_all_layers(own, 0, 20 + i, i % 3 ? 900 : 4500, 64), TKV_OK);
-        CHECK_EQ(tkv_seq_save(own, &p, saved[i], sizeof saved[i], &bytes[i]), TKV_OK);
+        CHECK_EQ(tkv_seq_save(own, &p, file, sizeof file, &bytes[i]), TKV_OK);
+        saved[i] = (unsigned char *)malloc(bytes[i]);
+        if (!saved[i]) exit(2);
+        memcpy(saved[i], file, bytes[i]);
         before[i] = ask(own, 0);
         tkv_destroy(own);
     }
-    for (int i = 0; i < FILES; i++) {
+    for (int i = 0; i < n_files; i++) {
         const tkv_load_params p = load_params(i);
         tkv_load_info info;
         CHECK_EQ(tkv_seq_load(kv, &p, saved[i], bytes[i], &info), TKV_OK);
@@ -355,26 +360,28 @@ TEST(tables_of_many_caches) {
         n_recoded += info.n_recoded;
         n_tables += info.n_tables;
         const answers x = ask(kv, i);
+        n_same += info.n_recoded == 0;
         if (info.n_recoded == 0)
             CHECK_MSG(memcmp(&x, &before[i], sizeof x) == 0, "file %d: attention differs", i);
     }
-    for (int i = 0; i < FILES; i++) {
+    for (int i = 0; i < n_files; i++) {
         const answers x = ask(kv, i);
         double error = 0, all = 0;
-        n_same += memcmp(&x, &before[i], sizeof x) == 0;
         for (int layer = 0; layer < LAYERS; layer++)
             for (int c = 0; c < 3 * 2 * KV_HEADS * V_DIM; c++) {
                 const double d = (double)x.out[layer][c] - (double)before[i].out[layer][c];
                 error += d * d;
                 all += (double)before[i].out[layer][c] * (double)before[i].out[layer][c];
             }
-        CHECK_LE(error, .2 * all); /* coded twice */
+        worst = error / all > worst ? error / all : worst;
+        free(saved[i]);
     }
-    CHECK(n_same < FILES && n_same > 0);
-    CHECK(n_tables > FILES * LAYERS);
+    CHECK_LE(worst, .2); /* of blocks that were coded again */
+    CHECK(n_same < n_files && n_same > 0);
+    CHECK(n_tables > n_files * LAYERS);
     CHECK(n_recoded > 0);
-    printf("    %d tables loaded, %d blocks of files coded again, %d of %d sequences to the bit\n", n_tables,
-           n_recoded, n_same, FILES);
+    printf("    %d tables loaded, %d blocks of files coded again, %d of %d files to the bit, error %.3f\n",
+           n_tables, n_recoded, n_same, n_files, worst);
     check_cache_at(kv, "all", 0);
     tkv_destroy(kv);
 }
@@ -1167,6 +1174,47 @@ TEST(each_flipped_bit_and_each_cut_is_found) {
 
 /* Random bytes and numbers change, and all checksums are repaired. A load gives an error and an empty sequence, or a
  * cache that tkv_check accepts and that attends. */
+/* Each two sections exchanged, and each length or place of the frame 2^60: the index has right checksums. */
+TEST(exchanged_sections_and_huge_numbers) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params load = load_params(0);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 300, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file), index = (size_t)index_of(file, bytes),
+                 n = count_of(file, bytes), end = bytes - SAVED_END;
+    for (size_t i = 0; i < n; i++)
+        for (size_t k = 0; k < n; k++) {
+            memcpy(other_file, file, bytes);
+            if (i != k) { /* i < k: their places; else their names */
+                const size_t at = i < k ? 8 : 0, size = i < k ? 24 : 8;
+                memcpy(other_file + index + 32 * i + at, file + index + 32 * k + at, size);
+                memcpy(other_file + index + 32 * k + at, file + index + 32 * i + at, size);
+            } else {
+                put64(other_file + index + 32 * i + 8, (uint64_t)1 << 60);
+            }
+            put64(other_file + bytes - 16, xxh64_of(other_file + index, bytes - 16 - index));
+            CHECK_EQ(tkv_seq_load(b, &load, other_file, bytes, NULL), TKV_ERR_DATA);
+            read_file f = read_file_of(other_file, bytes);
+            CHECK_EQ(tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL), TKV_ERR_DATA);
+        }
+    for (size_t i = 0; i < n + 4; i++) {
+        memcpy(other_file, file, bytes);
+        if (i < n) put64(other_file + index + 32 * i + 16, (uint64_t)1 << 60);
+        else if (i < n + 2) put64(other_file + end + 8 * (i - n), (uint64_t)1 << 60);
+        else if (i == n + 2) put32(other_file + end + 16, (uint32_t)1 << 31);
+        else
+            put32(other_file + (size_t)get64(file + index + 32 * (n - 2) + 8),
+                  (uint32_t)1 << 30); /* entries */
+        repair_index(other_file, bytes);
+        CHECK_EQ(tkv_seq_load(b, &load, other_file, bytes, NULL), TKV_ERR_DATA);
+        read_file f = read_file_of(other_file, bytes);
+        CHECK_EQ(tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL), TKV_ERR_DATA);
+    }
+    check_cache_at(b, "after all", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 TEST(hostile_files_with_right_checksums) {
     tkv_config cfg = make_config(LAYERS, SEQS);
     static const uint64_t numbers[] = {0, 1, 0x7fffffff, 0x80000000u, 0xffffffffu, 64, 65, 255, ~(uint64_t)0};
@@ -1565,6 +1613,7 @@ int main(int argc, char **argv) {
     RUN(reservations_end_with_the_loaded_length);
     RUN(scratch_memory_of_the_caller);
     RUN(each_flipped_bit_and_each_cut_is_found);
+    RUN(exchanged_sections_and_huge_numbers);
     RUN(hostile_files_with_right_checksums);
     RUN(moved_keys_without_rope_are_refused);
     RUN(blocks_inside_a_run_are_checked);
