@@ -1035,7 +1035,8 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
  * also in place at another address. Whatever is done then gives the same bits as in the saved cache, on machines with
  * the same instruction set and size of pointers. Offloaded blocks come back into RAM, and exact copies in a store are
- * not saved. With a store, with `attach` and with recomputation, later tables and levels can be others.
+ * not saved. With a store, with `attach` and with recomputation, later tables and levels can be others. A load asks for
+ * the memory of saved reservations too: a budget and limits.max_tokens bound it.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -1107,6 +1108,7 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
  *   TKV_ERR_DATA         `former` has no whole save
  * In place a cache has no memory for the block, table and index that a call needs meanwhile: give `scratch`.
+ * A whole cache takes memory for the places of its blocks too, 16 bytes each, also to count.
  * Cost: O(bytes). Behind a former save O(bytes of the sequence) to hash them, and O(new bytes) to write them. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
