@@ -148,7 +148,7 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
     if (!tkvi_is_own_block(list, i, &first) && e.has_anchors) return "an entry names no block, layer";
     if (first.seq == list->seq && first.i < i) {
         (void)tkvi_read_entry(list, first.i, &other);
-        if (!list->is_cache && !tkvi_is_same_holder(&other, &first)) return "an entry names no block, layer";
+        if (!tkvi_is_same_holder(&other, &first)) return "an entry names no block, layer";
     }
     if (e.start < 0 || e.start > TKVI_FOREVER || (i >= list->anchors && end <= e.start))
         return "entries are out of order, layer";
