@@ -419,8 +419,9 @@
  * End of recipe
  *
  *   A whole cache. With TKV_ALL_SEQS as the sequence, a save has all sequences and all that decides later bytes. Load
- *   it into a new cache of the same config. It goes on as the saved one would have, with the same bits. Blocks that
- *   sequences share are saved once. So an arena moves to another address, and a server or a game keeps its state.
+ *   it into a new cache of the same config. It goes on as the saved one would have, with the same bits. Exceptions are
+ *   stores, attached files and recomputation (tkv_seq_save). Blocks that sequences share are saved once. So an arena
+ *   moves to another address, and a server or a game keeps its state.
  *
  *   A callback as the file. tkv_seq_load_from asks for pieces of the file, each block by itself. Use it where the bytes
  *   are in an archive, or where memory has no room for the file beside the cache.
@@ -2450,9 +2451,10 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * TKV_ALL_SEQS saves the whole cache: all sequences, with blocks that they share once, scores, reservations, statistics
  * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
  * also in place at another address. Whatever is done then gives the same bits as in the saved cache, on machines with
- * the same instruction set and size of pointers. Offloaded blocks come back into RAM, and exact copies in a store are
- * not saved. With a store, with `attach` and with recomputation, later tables and levels can be others. A load asks for
- * the memory of saved reservations too: a budget and limits.max_tokens bound it.
+ * the same instruction set and size of pointers. Offloaded blocks come back into RAM, which must have room for them
+ * unless they stay attached; exact copies in a store are not saved. Discarded blocks cannot be saved. With a store,
+ * with `attach` and with recomputation, later tables and levels can be others. A load asks for the memory of saved
+ * reservations too: a budget and limits.max_tokens bound it.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -2550,9 +2552,10 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
-/* Loads a saved sequence through a callback, such as that of an archive. The index, lists, tables and states are read
- * once, and kept in memory until the call ends. Records of blocks are read twice, one by one: all are verified before
- * anything changes. So the call never holds the whole file.
+/* Loads a saved sequence or cache through a callback, such as that of an archive. The index, lists, tables and states
+ * are read once for each save that is tried, and kept in memory until the call ends: in the budget, or in `scratch`,
+ * of which an error names the bytes for the next step. Records of blocks are read twice, one by one: all are verified
+ * before anything changes. So the call never holds the whole file.
  *   size   bytes of the file
  *   read   returns 0 if it gave `size` bytes of the file from `at` on. It must not call the cache
  * Errors: as tkv_seq_load, and TKV_ERR_IO (the callback failed), TKV_ERR_ARG (attach needs bytes in memory).
@@ -38298,7 +38301,7 @@ TKV_API tkv_status tkv_seq_set_sinks(tkv_cache *kv, int seq, int start, int n, i
  *     store       copies the bytes; thins the sequence to limits.max_states positions beside one
  *                 that is not complete yet; cannot fail
  *
- * To save a sequence with its states, write for each layer what tkv_seq_list_states and tkv_seq_get_state give.
+ * tkv_seq_save saves them with the sequence.
  */
 #ifndef TKVI_STEP_STATES_H
 #define TKVI_STEP_STATES_H
@@ -44040,7 +44043,7 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
  *
  *     saves      emits each number
  *     checks     reads each number, and compares it with its least and most value; nothing changes
- *     provides   reads again, and allocates arrays of the saved sizes
+ *     provides   reads again, takes the limits of the budget, and allocates arrays of the saved sizes
  *     stores     reads again, into the cache; cannot fail
  *
  * A whole cache is loaded into a new one of the same config. Numbers that follow from the config are compared.
@@ -44170,6 +44173,8 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     const tkv_cache *kv = io->kv;
     const tkvi_tables *t = &kv->tables;
     const tkv_pressure_config *pressure = &kv->budget.pressure.cfg;
+    const tkv_evict_config *evict = &t->cfg.evict;
+    const tkv_importance_config *importance = &t->cfg.importance;
     int layer, level, i;
     tkvi_visit_same(io, t->cfg.limits.max_seqs);
     tkvi_visit_same(io, t->cfg.limits.max_tokens);
@@ -44188,8 +44193,32 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, (int64_t)t->end.products);
     tkvi_visit_same(io, (int64_t)t->end.query_states);
     tkvi_visit_same(io, t->cfg.evict.policy);
-    tkvi_visit_same(io, t->cfg.evict.keep_tokens);
-    tkvi_visit_same(io, t->cfg.importance.sample_every);
+    tkvi_visit_same(io, evict->keep_tokens);
+    tkvi_visit_same(io, evict->keep_first);
+    tkvi_visit_same(io, evict->keep_last);
+    tkvi_visit_same(io, evict->sink_tokens);
+    tkvi_visit_same(io, evict->recent_tokens);
+    tkvi_visit_same(io, evict->pool);
+    tkvi_visit_same(io, evict->seed);
+    tkvi_visit_same(io, tkvi_bits(evict->trigger));
+    tkvi_visit_same(io, evict->batch);
+    tkvi_visit_same(io, importance->strategy);
+    tkvi_visit_same(io, tkvi_bits(importance->decay));
+    tkvi_visit_same(io, tkvi_bits(importance->attention));
+    tkvi_visit_same(io, tkvi_bits(importance->recency));
+    tkvi_visit_same(io, tkvi_bits(importance->tau));
+    tkvi_visit_same(io, tkvi_bits(importance->low));
+    tkvi_visit_same(io, importance->heads);
+    tkvi_visit_same(io, importance->sample_every);
+    tkvi_visit_same(io, t->cfg.promotion.every);
+    tkvi_visit_same(io, t->cfg.promotion.per_step);
+    tkvi_visit_same(io, t->cfg.promotion.cooldown);
+    tkvi_visit_same(io, tkvi_bits(t->cfg.promotion.threshold));
+    tkvi_visit_same(io, tkvi_bits(t->cfg.model.scale));
+    tkvi_visit_same(io, t->cfg.host.nonfinite);
+    tkvi_visit_same(io, t->cfg.host.precise);
+    tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes / 2));
+    tkvi_visit_same(io, pressure->jump);
     tkvi_visit_same(io, kv->meter ? kv->meter->n : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->slots : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->every : 0);
@@ -44199,12 +44228,16 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, tkvi_bits(pressure->alpha));
     tkvi_visit_same(io, tkvi_bits(pressure->hysteresis));
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) tkvi_visit_same(io, tkvi_bits(pressure->threshold[i]));
-    for (layer = 0; layer < t->cfg.model.n_layers; layer++)
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        tkvi_visit_same(io, t->plan[layer].sink);
+        tkvi_visit_same(io, t->plan[layer].window);
+        tkvi_visit_same(io, t->plan[layer].keeps_sinks);
         for (level = 0; level < t->n_levels; level++) {
             const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
             tkvi_visit_same(io, spec->warm);
             for (i = 0; i < TKV_TIER_COUNT; i++) tkvi_visit_same(io, spec->layout[i]);
         }
+    }
 }
 
 /* >>budget */
@@ -44370,8 +44403,7 @@ static void tkvi_visit_learning(tkvi_numbers *io) {
 }
 
 /* >>sequences */
-#define TKVI_MOST_RESERVED                                                                                   \
-    (1 << 21) /* blocks that a file may reserve; a budget or limits.max_tokens allow fewer */
+#define TKVI_MOST_RESERVED (1 << 24) /* blocks that a file may reserve, where limits.max_tokens allows more */
 
 /* Lengths that memory is reserved for. Arrays may be as long as these and the lists of the file need. */
 static void tkvi_visit_reservations(tkvi_numbers *io) {
@@ -44412,6 +44444,24 @@ static void tkvi_visit_seq(tkvi_numbers *io, int seq) {
     }
 }
 
+/* The table of rotations: a full budget may have emptied it while tokens are moved. */
+static void tkvi_visit_turns(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    tkvi_turns *t = &kv->turns;
+    const int cap = tkvi_visit_cap(io, (uint32_t)t->cap), n = (int)tkvi_visit_number(io, t->n, 0, cap);
+    int i, rope = 0, turned = 0;
+    if (io->mode == TKVI_PROVIDES_NUMBERS && cap > t->cap && t->lanes)
+        tkvi_provide_saved(io, tkvi_grow_turns(t, &kv->heap, cap));
+    for (i = 0; i < n && !io->is_wrong; i++) {
+        const int last_rope = rope, last_turned = turned;
+        rope = (int)tkvi_visit_number(io, i < t->n ? t->key[i].rope : 0, 0, kv->tables.n_ropes - 1);
+        turned = (int)tkvi_visit_number(io, i < t->n ? t->key[i].turned : 0, -TKVI_FOREVER, TKVI_FOREVER);
+        if (i && (rope < last_rope || (rope == last_rope && turned <= last_turned))) io->is_wrong = 1;
+        if (io->mode == TKVI_STORES_NUMBERS && t->n == i && i < t->cap)
+            tkvi_insert_turn(t, &kv->tables, i, rope, turned);
+    }
+}
+
 /* Arrays that all sequences share. The largest come first, so that none exists twice for a moment. */
 static void tkvi_visit_arrays(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -44425,13 +44475,11 @@ static void tkvi_visit_arrays(tkvi_numbers *io) {
     n = tkvi_visit_cap(io, pool->page_cap);
     if (provides) tkvi_provide_saved(io, tkvi_grow_pages(pool, (uint32_t)n));
     io->n_pages = tkvi_visit_cap(io, pool->n_pages);
-    n = tkvi_visit_cap(io, (uint32_t)kv->turns.cap);
-    if (provides && n > kv->turns.cap && kv->turns.lanes)
-        tkvi_provide_saved(io, tkvi_grow_turns(&kv->turns, &kv->heap, n));
+    tkvi_visit_turns(io);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int is_stateful = kv->states.is_stateful[layer];
-        is_stateful = tkvi_visit_int(io, &is_stateful, 0, TKVI_HAS_STATES);
-        if (io->mode != TKVI_STORES_NUMBERS || kv->states.is_stateful[layer]) continue;
+        is_stateful = tkvi_visit_int(io, &is_stateful, 0, 1);
+        if (!TKVI_HAS_STATES || io->mode != TKVI_STORES_NUMBERS || kv->states.is_stateful[layer]) continue;
         kv->states.n_stateful += is_stateful;
         kv->states.is_stateful[layer] = (uint8_t)is_stateful;
     }
@@ -45044,8 +45092,7 @@ static void tkvi_emit_meta(tkvi_saver *s, int i) {
     tkvi_store32(at + 32, (uint32_t)m.moved_at);
     for (t = 0; t < TKVI_ANCHOR_SLOTS && e.has_anchors; t++)
         tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
-    for (t = 0; t < TKVI_BLOCK && !e.has_anchors && e.n_packed; t++)
-        tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
+    for (t = 0; t < e.n_packed && !e.has_anchors; t++) tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
     for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
     tkvi_emit(s, at,
               TKVI_SAVED_META +
@@ -45155,11 +45202,17 @@ static int tkvi_next_section(const tkvi_saver *s, int *kind, int *number) {
 
 /* Where the records of a list begin, of those that have been planned. */
 static size_t tkvi_planned_records(const tkvi_saver *s, int number) {
-    uint32_t i;
-    for (i = 0; s->index && i < s->n_sections; i++) {
-        const uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
-        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)number)
+    uint32_t low = 0, high = s->index ? s->n_sections : 0;
+    while (low < high) {
+        const uint32_t mid = low + (high - low) / 2,
+                       kind = tkvi_load32(s->index + (size_t)mid * TKVI_SAVED_SECTION);
+        const uint8_t *entry = s->index + (size_t)mid * TKVI_SAVED_SECTION;
+        if (kind == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)number)
             return (size_t)tkvi_load64(entry + 8);
+        if (kind < TKVI_SAVED_RECORDS ||
+            (kind == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) < (uint32_t)number))
+            low = mid + 1;
+        else high = mid;
     }
     return 0;
 }
@@ -45404,6 +45457,7 @@ static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *neede
                           "the buffer is too small; bytes needed:", (int64_t)s->info.bytes, "");
     s->buf = (uint8_t *)buf;
     if (!s->st && (buf || s->write)) tkvi_write_save(s);
+    if (taken && s->kv->tables.cfg.host.wipe_freed) tkvi_wipe(taken, bytes);
     if (taken) tkvi_put(&s->kv->heap, taken, bytes);
     return s->st ? s->st : tkvi_ok(s->kv);
 }
@@ -45452,7 +45506,8 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *     file      | head | model | ... | records | lists | ... | index | end |
  *     kept      index, end | head | model | ... | lists | ...
  *
- * The offsets in the kept index are then those of the kept sections.
+ * The offsets in the kept index are then those of the kept sections; sections of records have none, and nothing looks
+ * for them.
  */
 #ifndef TKVI_PERSIST_READER_H
 #define TKVI_PERSIST_READER_H
@@ -45502,6 +45557,7 @@ static void tkvi_give_back(tkvi_reader *r, int n) {
     while (r->n_taken > n) {
         r->n_taken--;
         r->taken_bytes -= r->taken[r->n_taken].bytes;
+        if (r->kv->tables.cfg.host.wipe_freed) tkvi_wipe(r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
         if (!r->scratch) tkvi_put(&r->kv->heap, r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
     }
 }
@@ -46643,7 +46699,8 @@ static void tkvi_release_attached(tkvi_loader *l, tkv_status st) {
 
 /* 1 if nothing was appended, loaded or learned since the cache was created. */
 static int tkvi_is_new_cache(const tkv_cache *kv) {
-    int i, is_new = !kv->pool.n_entries && !kv->states.held_bytes;
+    int i,
+        is_new = !kv->pool.n_entries && !kv->states.held_bytes && !kv->states.n_stateful && !kv->call.clock;
     for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
         is_new &= !kv->list[i].len;
     for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++) is_new &= !kv->seq[i].reserved_len;
@@ -46685,6 +46742,7 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     if (demand.entries)
         provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
     pages = demand.entries ? tkvi_pages_for_demand(pool, &demand) : 0;
+    /* The free pages of the saved cache too, since a budget counts them. But no more than it can have had. */
     most_pages = pages + pool->kept_free_pages + l->numbers.n_reserved;
     if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
         n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
@@ -46693,7 +46751,11 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
         (!pool->max_pages || pages <= pool->max_pages))
         return TKV_OK;
-    return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
+    return tkvi_refuse_no_memory(kv,
+                                 l->from.bytes
+                                     ? "no memory; blocks from a store must fit too, unless attached:"
+                                     : "no memory to load; give scratch outside the budget. Blocks:",
+                                 demand.entries, "");
 }
 
 /* >>place */
@@ -46814,7 +46876,6 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
     tkvi_visit_again(l, &l->numbers, TKVI_STORES_NUMBERS);
     tkvi_reserve_again(kv);
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
-        tkvi_remember_turns(kv, l->seq);
         if (TKVI_HAS_STATES) tkvi_mark_states(&kv->states, l->seq);
     }
     k.kv = kv;

@@ -1034,9 +1034,10 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * TKV_ALL_SEQS saves the whole cache: all sequences, with blocks that they share once, scores, reservations, statistics
  * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
  * also in place at another address. Whatever is done then gives the same bits as in the saved cache, on machines with
- * the same instruction set and size of pointers. Offloaded blocks come back into RAM, and exact copies in a store are
- * not saved. With a store, with `attach` and with recomputation, later tables and levels can be others. A load asks for
- * the memory of saved reservations too: a budget and limits.max_tokens bound it.
+ * the same instruction set and size of pointers. Offloaded blocks come back into RAM, which must have room for them
+ * unless they stay attached; exact copies in a store are not saved. Discarded blocks cannot be saved. With a store,
+ * with `attach` and with recomputation, later tables and levels can be others. A load asks for the memory of saved
+ * reservations too: a budget and limits.max_tokens bound it.
  *
  * Example:
  *     tkv_save_params save = {0};
@@ -1134,9 +1135,10 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
-/* Loads a saved sequence through a callback, such as that of an archive. The index, lists, tables and states are read
- * once, and kept in memory until the call ends. Records of blocks are read twice, one by one: all are verified before
- * anything changes. So the call never holds the whole file.
+/* Loads a saved sequence or cache through a callback, such as that of an archive. The index, lists, tables and states
+ * are read once for each save that is tried, and kept in memory until the call ends: in the budget, or in `scratch`,
+ * of which an error names the bytes for the next step. Records of blocks are read twice, one by one: all are verified
+ * before anything changes. So the call never holds the whole file.
  *   size   bytes of the file
  *   read   returns 0 if it gave `size` bytes of the file from `at` on. It must not call the cache
  * Errors: as tkv_seq_load, and TKV_ERR_IO (the callback failed), TKV_ERR_ARG (attach needs bytes in memory).

@@ -417,8 +417,9 @@
  * End of recipe
  *
  *   A whole cache. With TKV_ALL_SEQS as the sequence, a save has all sequences and all that decides later bytes. Load
- *   it into a new cache of the same config. It goes on as the saved one would have, with the same bits. Blocks that
- *   sequences share are saved once. So an arena moves to another address, and a server or a game keeps its state.
+ *   it into a new cache of the same config. It goes on as the saved one would have, with the same bits. Exceptions are
+ *   stores, attached files and recomputation (tkv_seq_save). Blocks that sequences share are saved once. So an arena
+ *   moves to another address, and a server or a game keeps its state.
  *
  *   A callback as the file. tkv_seq_load_from asks for pieces of the file, each block by itself. Use it where the bytes
  *   are in an archive, or where memory has no room for the file beside the cache.

@@ -283,6 +283,30 @@ TEST(calibrations_and_settings_are_saved) {
     tkv_destroy(b);
 }
 
+/* Arrays that were longer once, and reservations, do not make a file unreadable. */
+TEST(memory_of_the_past_is_no_fault) {
+    tkv_config cfg = config_number(1);
+    cfg.limits.max_tokens = 0;
+    cfg.limits.max_append = 1 << 20;
+    for (int i = 0; i < 2; i++) {
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        tkv_memory_info before, after;
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 100, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_reserve(a, 0, 400000), TKV_OK);
+        CHECK_EQ(tkv_get_memory(a, &before), TKV_OK);
+        if (i) CHECK_EQ(tkv_seq_remove(a, 0, 10, 90), TKV_OK); /* ends the reservation; arrays stay */
+        const size_t n = save_cache(a, file);
+        const tkv_status st = load_cache(b, file, n);
+        CHECK_MSG(st == TKV_OK, "%s", tkv_get_last_error(b));
+        check_cache_at(b, "memory of the past", i);
+        CHECK_EQ(tkv_get_memory(b, &after), TKV_OK);
+        if (!i) CHECK_EQ(after.total, before.total);
+        CHECK_EQ(call_number(a, 3), call_number(b, 3));
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 /* >>what is refused */
 static void check_refused(tkv_cache *kv, int seq, const unsigned char *from, size_t n, tkv_status want,
                           const char *words) {
@@ -305,7 +329,13 @@ TEST(other_caches_are_refused) {
     CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
     check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one"); /* it has seen a token */
     tkv_destroy(b);
-    for (int i = 0; i < 8; i++) {
+    tkv_config plain = config_number(1); /* no format learns, so nothing is counted */
+    b = create_cache(&plain);
+    CHECK_EQ(append_to_all_layers(b, 1, 1, 1, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one");
+    tkv_destroy(b);
+    for (int i = 0; i < 11; i++) {
         tkv_config other = cfg;
         if (i == 0) other.limits.max_seqs++;
         if (i == 1) other.tiers.warm_tokens = 64;
@@ -314,6 +344,9 @@ TEST(other_caches_are_refused) {
         if (i == 4) other.evict.policy = TKV_EVICT_H2O;
         if (i == 5) other.meter.heads = 1;
         if (i == 6) other.limits.max_append = 100;
+        if (i == 8) other.model.window = 300;
+        if (i == 9) other.model.scale = .5f;
+        if (i == 10) other.tiers.sink_tokens = 8;
         if (i == 7) other.tiers.hot = pair_of(TKV_BF16, TKV_BF16);
         b = create_cache(&other);
         check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_CONFIG, " ");
@@ -460,6 +493,7 @@ int main(int argc, char **argv) {
     RUN(later_saves_are_added_to_a_journal);
     RUN(offloaded_blocks_come_into_ram);
     RUN(calibrations_and_settings_are_saved);
+    RUN(memory_of_the_past_is_no_fault);
     RUN(other_caches_are_refused);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(flipped_bits_and_cuts_are_found);

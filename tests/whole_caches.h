@@ -33,6 +33,7 @@ static inline uint64_t call_number(tkv_cache *kv, int number) {
     else if (what == 11) st = tkv_seq_truncate(kv, seq, len - tkv_rng_below(&rng, len < 40 ? len : 40));
     else if (what == 12) st = tkv_seq_reserve(kv, seq, n);
     else if (what == 13) st = tkv_seq_flush(kv, seq, TKV_FLUSH_DUE);
+    else if (what == 14 && number % 2) st = tkv_seq_shift(kv, seq, len / 2, TKV_UNLIMITED, 1 + number % 7);
     else if (what == 14) st = tkv_seq_pin(kv, seq, len / 2, 3, TKV_UNLIMITED);
     else st = number % 3 ? tkv_report_pressure(kv, .5f) : tkv_seq_reset(kv, seq);
     return hash * 31 + (uint64_t)(uint32_t)st;
@@ -43,7 +44,7 @@ static inline void run_script(tkv_cache *kv, int first, int n) {
 }
 
 /* >>configs */
-enum { CONFIGS = 16 };
+enum { CONFIGS = 19 };
 
 static inline tkv_config config_number(int i) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -67,6 +68,9 @@ static inline tkv_config config_number(int i) {
     if (i == 13) cfg.model.v_in_k = 1;
     if (i == 14) cfg.tiers.archive = pair_of(TKV_SUBSPACE2, TKV_SUBSPACE2), cfg.tiers.hot_tokens = 16;
     if (i == 15) cfg.budget.bytes = 500000, cfg.limits.max_tokens = 1000;
+    if (i >= 16) cfg.model.rope.dim = DIM; /* tokens move */
+    if (i >= 17) cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI2);
+    if (i == 18) cfg.budget.bytes = 313000;
     return cfg;
 }
 

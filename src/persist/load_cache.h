@@ -15,7 +15,8 @@
 
 /* 1 if nothing was appended, loaded or learned since the cache was created. */
 static int tkvi_is_new_cache(const tkv_cache *kv) {
-    int i, is_new = !kv->pool.n_entries && !kv->states.held_bytes;
+    int i,
+        is_new = !kv->pool.n_entries && !kv->states.held_bytes && !kv->states.n_stateful && !kv->call.clock;
     for (i = 0; i < kv->tables.cfg.limits.max_seqs * kv->tables.cfg.model.n_layers; i++)
         is_new &= !kv->list[i].len;
     for (i = 0; i < kv->tables.cfg.limits.max_seqs; i++) is_new &= !kv->seq[i].reserved_len;
@@ -57,6 +58,7 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     if (demand.entries)
         provided &= demand.entries < TKVI_FOREVER && tkvi_grow_blocks(pool, (uint32_t)demand.entries);
     pages = demand.entries ? tkvi_pages_for_demand(pool, &demand) : 0;
+    /* The free pages of the saved cache too, since a budget counts them. But no more than it can have had. */
     most_pages = pages + pool->kept_free_pages + l->numbers.n_reserved;
     if (demand.entries + l->numbers.n_reserved && l->numbers.n_pages > pages)
         n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
@@ -65,7 +67,11 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
         (!pool->max_pages || pages <= pool->max_pages))
         return TKV_OK;
-    return tkvi_refuse_no_memory(kv, "no memory to load a cache of blocks:", demand.entries, "");
+    return tkvi_refuse_no_memory(kv,
+                                 l->from.bytes
+                                     ? "no memory; blocks from a store must fit too, unless attached:"
+                                     : "no memory to load; give scratch outside the budget. Blocks:",
+                                 demand.entries, "");
 }
 
 /* >>place */
@@ -186,7 +192,6 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
     tkvi_visit_again(l, &l->numbers, TKVI_STORES_NUMBERS);
     tkvi_reserve_again(kv);
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
-        tkvi_remember_turns(kv, l->seq);
         if (TKVI_HAS_STATES) tkvi_mark_states(&kv->states, l->seq);
     }
     k.kv = kv;

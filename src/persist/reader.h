@@ -8,7 +8,8 @@
  *     file      | head | model | ... | records | lists | ... | index | end |
  *     kept      index, end | head | model | ... | lists | ...
  *
- * The offsets in the kept index are then those of the kept sections.
+ * The offsets in the kept index are then those of the kept sections; sections of records have none, and nothing looks
+ * for them.
  */
 #ifndef TKVI_PERSIST_READER_H
 #define TKVI_PERSIST_READER_H
@@ -59,6 +60,7 @@ static void tkvi_give_back(tkvi_reader *r, int n) {
     while (r->n_taken > n) {
         r->n_taken--;
         r->taken_bytes -= r->taken[r->n_taken].bytes;
+        if (r->kv->tables.cfg.host.wipe_freed) tkvi_wipe(r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
         if (!r->scratch) tkvi_put(&r->kv->heap, r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
     }
 }

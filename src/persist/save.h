@@ -538,8 +538,7 @@ static void tkvi_emit_meta(tkvi_saver *s, int i) {
     tkvi_store32(at + 32, (uint32_t)m.moved_at);
     for (t = 0; t < TKVI_ANCHOR_SLOTS && e.has_anchors; t++)
         tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
-    for (t = 0; t < TKVI_BLOCK && !e.has_anchors && e.n_packed; t++)
-        tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
+    for (t = 0; t < e.n_packed && !e.has_anchors; t++) tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
     for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
     tkvi_emit(s, at,
               TKVI_SAVED_META +
@@ -649,11 +648,17 @@ static int tkvi_next_section(const tkvi_saver *s, int *kind, int *number) {
 
 /* Where the records of a list begin, of those that have been planned. */
 static size_t tkvi_planned_records(const tkvi_saver *s, int number) {
-    uint32_t i;
-    for (i = 0; s->index && i < s->n_sections; i++) {
-        const uint8_t *entry = s->index + (size_t)i * TKVI_SAVED_SECTION;
-        if (tkvi_load32(entry) == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)number)
+    uint32_t low = 0, high = s->index ? s->n_sections : 0;
+    while (low < high) {
+        const uint32_t mid = low + (high - low) / 2,
+                       kind = tkvi_load32(s->index + (size_t)mid * TKVI_SAVED_SECTION);
+        const uint8_t *entry = s->index + (size_t)mid * TKVI_SAVED_SECTION;
+        if (kind == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) == (uint32_t)number)
             return (size_t)tkvi_load64(entry + 8);
+        if (kind < TKVI_SAVED_RECORDS ||
+            (kind == TKVI_SAVED_RECORDS && tkvi_load32(entry + 4) < (uint32_t)number))
+            low = mid + 1;
+        else high = mid;
     }
     return 0;
 }
@@ -898,6 +903,7 @@ static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *neede
                           "the buffer is too small; bytes needed:", (int64_t)s->info.bytes, "");
     s->buf = (uint8_t *)buf;
     if (!s->st && (buf || s->write)) tkvi_write_save(s);
+    if (taken && s->kv->tables.cfg.host.wipe_freed) tkvi_wipe(taken, bytes);
     if (taken) tkvi_put(&s->kv->heap, taken, bytes);
     return s->st ? s->st : tkvi_ok(s->kv);
 }

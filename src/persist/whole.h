@@ -7,7 +7,7 @@
  *
  *     saves      emits each number
  *     checks     reads each number, and compares it with its least and most value; nothing changes
- *     provides   reads again, and allocates arrays of the saved sizes
+ *     provides   reads again, takes the limits of the budget, and allocates arrays of the saved sizes
  *     stores     reads again, into the cache; cannot fail
  *
  * A whole cache is loaded into a new one of the same config. Numbers that follow from the config are compared.
@@ -139,6 +139,8 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     const tkv_cache *kv = io->kv;
     const tkvi_tables *t = &kv->tables;
     const tkv_pressure_config *pressure = &kv->budget.pressure.cfg;
+    const tkv_evict_config *evict = &t->cfg.evict;
+    const tkv_importance_config *importance = &t->cfg.importance;
     int layer, level, i;
     tkvi_visit_same(io, t->cfg.limits.max_seqs);
     tkvi_visit_same(io, t->cfg.limits.max_tokens);
@@ -157,8 +159,32 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, (int64_t)t->end.products);
     tkvi_visit_same(io, (int64_t)t->end.query_states);
     tkvi_visit_same(io, t->cfg.evict.policy);
-    tkvi_visit_same(io, t->cfg.evict.keep_tokens);
-    tkvi_visit_same(io, t->cfg.importance.sample_every);
+    tkvi_visit_same(io, evict->keep_tokens);
+    tkvi_visit_same(io, evict->keep_first);
+    tkvi_visit_same(io, evict->keep_last);
+    tkvi_visit_same(io, evict->sink_tokens);
+    tkvi_visit_same(io, evict->recent_tokens);
+    tkvi_visit_same(io, evict->pool);
+    tkvi_visit_same(io, evict->seed);
+    tkvi_visit_same(io, tkvi_bits(evict->trigger));
+    tkvi_visit_same(io, evict->batch);
+    tkvi_visit_same(io, importance->strategy);
+    tkvi_visit_same(io, tkvi_bits(importance->decay));
+    tkvi_visit_same(io, tkvi_bits(importance->attention));
+    tkvi_visit_same(io, tkvi_bits(importance->recency));
+    tkvi_visit_same(io, tkvi_bits(importance->tau));
+    tkvi_visit_same(io, tkvi_bits(importance->low));
+    tkvi_visit_same(io, importance->heads);
+    tkvi_visit_same(io, importance->sample_every);
+    tkvi_visit_same(io, t->cfg.promotion.every);
+    tkvi_visit_same(io, t->cfg.promotion.per_step);
+    tkvi_visit_same(io, t->cfg.promotion.cooldown);
+    tkvi_visit_same(io, tkvi_bits(t->cfg.promotion.threshold));
+    tkvi_visit_same(io, tkvi_bits(t->cfg.model.scale));
+    tkvi_visit_same(io, t->cfg.host.nonfinite);
+    tkvi_visit_same(io, t->cfg.host.precise);
+    tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes / 2));
+    tkvi_visit_same(io, pressure->jump);
     tkvi_visit_same(io, kv->meter ? kv->meter->n : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->slots : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->every : 0);
@@ -168,12 +194,16 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, tkvi_bits(pressure->alpha));
     tkvi_visit_same(io, tkvi_bits(pressure->hysteresis));
     for (i = 0; i < TKV_MAX_LEVELS - 1; i++) tkvi_visit_same(io, tkvi_bits(pressure->threshold[i]));
-    for (layer = 0; layer < t->cfg.model.n_layers; layer++)
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        tkvi_visit_same(io, t->plan[layer].sink);
+        tkvi_visit_same(io, t->plan[layer].window);
+        tkvi_visit_same(io, t->plan[layer].keeps_sinks);
         for (level = 0; level < t->n_levels; level++) {
             const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
             tkvi_visit_same(io, spec->warm);
             for (i = 0; i < TKV_TIER_COUNT; i++) tkvi_visit_same(io, spec->layout[i]);
         }
+    }
 }
 
 /* >>budget */
@@ -339,8 +369,7 @@ static void tkvi_visit_learning(tkvi_numbers *io) {
 }
 
 /* >>sequences */
-#define TKVI_MOST_RESERVED                                                                                   \
-    (1 << 21) /* blocks that a file may reserve; a budget or limits.max_tokens allow fewer */
+#define TKVI_MOST_RESERVED (1 << 24) /* blocks that a file may reserve, where limits.max_tokens allows more */
 
 /* Lengths that memory is reserved for. Arrays may be as long as these and the lists of the file need. */
 static void tkvi_visit_reservations(tkvi_numbers *io) {
@@ -381,6 +410,24 @@ static void tkvi_visit_seq(tkvi_numbers *io, int seq) {
     }
 }
 
+/* The table of rotations: a full budget may have emptied it while tokens are moved. */
+static void tkvi_visit_turns(tkvi_numbers *io) {
+    tkv_cache *kv = io->kv;
+    tkvi_turns *t = &kv->turns;
+    const int cap = tkvi_visit_cap(io, (uint32_t)t->cap), n = (int)tkvi_visit_number(io, t->n, 0, cap);
+    int i, rope = 0, turned = 0;
+    if (io->mode == TKVI_PROVIDES_NUMBERS && cap > t->cap && t->lanes)
+        tkvi_provide_saved(io, tkvi_grow_turns(t, &kv->heap, cap));
+    for (i = 0; i < n && !io->is_wrong; i++) {
+        const int last_rope = rope, last_turned = turned;
+        rope = (int)tkvi_visit_number(io, i < t->n ? t->key[i].rope : 0, 0, kv->tables.n_ropes - 1);
+        turned = (int)tkvi_visit_number(io, i < t->n ? t->key[i].turned : 0, -TKVI_FOREVER, TKVI_FOREVER);
+        if (i && (rope < last_rope || (rope == last_rope && turned <= last_turned))) io->is_wrong = 1;
+        if (io->mode == TKVI_STORES_NUMBERS && t->n == i && i < t->cap)
+            tkvi_insert_turn(t, &kv->tables, i, rope, turned);
+    }
+}
+
 /* Arrays that all sequences share. The largest come first, so that none exists twice for a moment. */
 static void tkvi_visit_arrays(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -394,13 +441,11 @@ static void tkvi_visit_arrays(tkvi_numbers *io) {
     n = tkvi_visit_cap(io, pool->page_cap);
     if (provides) tkvi_provide_saved(io, tkvi_grow_pages(pool, (uint32_t)n));
     io->n_pages = tkvi_visit_cap(io, pool->n_pages);
-    n = tkvi_visit_cap(io, (uint32_t)kv->turns.cap);
-    if (provides && n > kv->turns.cap && kv->turns.lanes)
-        tkvi_provide_saved(io, tkvi_grow_turns(&kv->turns, &kv->heap, n));
+    tkvi_visit_turns(io);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         int is_stateful = kv->states.is_stateful[layer];
-        is_stateful = tkvi_visit_int(io, &is_stateful, 0, TKVI_HAS_STATES);
-        if (io->mode != TKVI_STORES_NUMBERS || kv->states.is_stateful[layer]) continue;
+        is_stateful = tkvi_visit_int(io, &is_stateful, 0, 1);
+        if (!TKVI_HAS_STATES || io->mode != TKVI_STORES_NUMBERS || kv->states.is_stateful[layer]) continue;
         kv->states.n_stateful += is_stateful;
         kv->states.is_stateful[layer] = (uint8_t)is_stateful;
     }

@@ -18,7 +18,7 @@
  *     store       copies the bytes; thins the sequence to limits.max_states positions beside one
  *                 that is not complete yet; cannot fail
  *
- * To save a sequence with its states, write for each layer what tkv_seq_list_states and tkv_seq_get_state give.
+ * tkv_seq_save saves them with the sequence.
  */
 #ifndef TKVI_STEP_STATES_H
 #define TKVI_STEP_STATES_H
