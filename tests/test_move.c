@@ -749,6 +749,28 @@ TEST(evicted_neighbours_of_split_blocks_merge) {
     tkv_destroy(kv);
 }
 
+/* A packed block is split by a move, its end is cut, and a second move makes it one entry again. */
+TEST(cuts_of_split_blocks_lose_no_other_tokens) {
+    tkv_config cfg = make_config(1, 2);
+    uint64_t victims[2] = {(uint64_t)3 << 40, 0};
+    float k[K_ROW], v[V_ROW];
+    int i, n_read = 0;
+    cfg.model.rope.dim = DIM;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 68, 34), TKV_OK);
+    CHECK_EQ(evict_tokens(kv, 0, 0, victims, 68), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 50), TKV_OK); /* the block is compressed without 40 and 41 */
+    CHECK_EQ(tkv_seq_shift(kv, 0, 30, TKV_UNLIMITED, 30), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 50), TKV_OK);
+    check_cache_at(kv, "cut", 0);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 4, 30, 30), TKV_OK);
+    check_cache_at(kv, "moved", 0);
+    for (i = 0; i < 50; i++) n_read += tkv_read(kv, 0, 0, i, 1, k, v) == TKV_OK;
+    CHECK_EQ(n_read, 48);
+    tkv_destroy(kv);
+}
+
 /* A cut that leaves a length but no block, in a sequence that had moved. */
 TEST(cuts_before_the_first_moved_token) {
     tkv_config cfg = make_move_config(2);
@@ -2094,6 +2116,7 @@ int main(int argc, char **argv) {
     RUN(coding_at_each_move_would_lose);
     RUN(moves_without_memory_change_nothing);
     RUN(evicted_neighbours_of_split_blocks_merge);
+    RUN(cuts_of_split_blocks_lose_no_other_tokens);
     RUN(cuts_before_the_first_moved_token);
     RUN(evicted_tokens_of_discarded_blocks_move);
     RUN(moves_are_refused_with_a_reason);

@@ -246,8 +246,9 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
     const uint32_t id = ids[i], old_id = ids[i + 1];
     tkvi_entry *a = &kv->pool.entry[id];
     const tkvi_entry *b = &kv->pool.entry[old_id];
-    a->evicted_mask |= b->evicted_mask;
-    tkvi_set_sink_mask(&kv->pool, id, a->sink_mask | b->sink_mask);
+    const uint64_t of_b = ~(uint64_t)0 << b->first_slot; /* its bits of other slots say nothing */
+    a->evicted_mask = (a->evicted_mask & ~of_b) | (b->evicted_mask & of_b);
+    tkvi_set_sink_mask(&kv->pool, id, (a->sink_mask & ~of_b) | (b->sink_mask & of_b));
     a->end_slot = b->end_slot;
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         tkvi_token_meta *to = &kv->pool.token_meta[id];
@@ -258,8 +259,8 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
             to->index.after_start[t] = (uint16_t)(from->index.after_start[t] + (b->start - a->start));
             to->scores[t] = from->scores[t];
         }
-        to->pinned_mask |= from->pinned_mask;
-        to->temporary_mask |= from->temporary_mask;
+        to->pinned_mask = (to->pinned_mask & ~of_b) | (from->pinned_mask & of_b);
+        to->temporary_mask = (to->temporary_mask & ~of_b) | (from->temporary_mask & of_b);
         to->temporary_until = tkvi_max(to->temporary_until, from->temporary_until);
         a->n_packed = b->n_packed;
     }

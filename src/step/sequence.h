@@ -807,7 +807,7 @@ static void tkvi_cut_entry(tkvi_entry *e, tkvi_token_meta *m, int len) {
     int t;
     if (e->end_slot >= n) e->end_slot = 0;
     while (e->n_packed > e->first_slot + 1 && tkvi_listed_index(e, m, e->n_packed - 1) >= len) e->n_packed--;
-    for (t = 0; t < e->n_packed; t++) {
+    for (t = e->first_slot; t < e->n_packed; t++) { /* slots before it list nothing */
         if (tkvi_listed_index(e, m, t) < len) continue;
         if (e->has_anchors) m->index.any[t] = e->start;
         else m->index.after_start[t] = 0;
