@@ -45345,14 +45345,14 @@ static tkv_status tkvi_check_saved_seq(tkv_cache *kv, int seq, int length) {
 static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
     const int is_cache = p->seq == TKV_ALL_SEQS;
     tkv_status st = TKV_OK;
-    int seq = is_cache ? 0 : p->seq;
-    const int end = is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
+    int seq = is_cache ? 0 : p->seq, end;
     if (!is_cache && !tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (is_cache && p->length)
         return tkvi_fail(kv, TKV_ERR_ARG, "length is", p->length, "; a whole cache is saved with all tokens");
     if (p->n_tokens < 0 || (p->n_tokens > 0 && !p->tokens) || (p->model_bytes && !p->model) ||
         (p->former_bytes && !p->former))
         return tkvi_fail(kv, TKV_ERR_ARG, "tokens, model or former are missing", 0, NULL);
+    end = is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
     for (; seq < end && !st; seq++) st = tkvi_check_saved_seq(kv, seq, p->length);
     return st;
 }
