@@ -531,7 +531,7 @@ TEST(a_callback_reads_damaged_files_alike) {
         file[at] ^= (unsigned char)(1 << at % 8);
         read_file f = read_file_of(file, bytes);
         const tkv_status st = tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL);
-        CHECK_MSG(st == TKV_ERR_DATA, "byte %zu: %d", at, st);
+        CHECK_MSG(st == TKV_ERR_DATA, "byte %d: %d", (int)at, st);
         file[at] ^= (unsigned char)(1 << at % 8);
     }
     check_cache_at(b, "damaged", 0);
