@@ -44034,6 +44034,65 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
 }
 
 #endif /* TKVI_PERSIST_SAVED_H */
+/* ======== persist/scratch.h ======== */
+/*
+ * persist/scratch.h - memory that a save or a load needs meanwhile: of the caller's scratch memory, or of the heap.
+ */
+#ifndef TKVI_PERSIST_SCRATCH_H
+#define TKVI_PERSIST_SCRATCH_H
+
+
+typedef struct tkvi_scratch {
+    tkv_cache *kv;
+    uint8_t *from; /* the caller's; NULL: the heap gives all */
+    size_t size;   /* of `from` */
+    size_t taken;  /* bytes that are in use, with gaps between pieces */
+    struct {
+        void *at;
+        size_t bytes, before; /* before: `taken` without it */
+    } piece[3];
+    int n; /* pieces */
+} tkvi_scratch;
+
+static tkvi_scratch tkvi_scratch_of(tkv_cache *kv, void *from, size_t size) {
+    tkvi_scratch s;
+    memset(&s, 0, sizeof s);
+    s.kv = kv;
+    s.from = (uint8_t *)from;
+    s.size = size;
+    return s;
+}
+
+/* Takes a piece at a multiple of 64. tkvi_give_back gives it back. */
+static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out) {
+    const size_t gap = s->from ? tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from : 0;
+    const size_t taken = tkvi_align_up(s->taken);
+    if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
+        return tkvi_fail(s->kv, TKV_ERR_CAPACITY,
+                         "scratch is too small; bytes needed:", (int64_t)(taken + bytes) + 63, "");
+    *out = s->from ? s->from + gap + taken : (uint8_t *)tkvi_get(&s->kv->heap, bytes);
+    if (!*out)
+        return tkvi_refuse_no_memory(
+            s->kv, "no memory to save or load; give scratch of bytes:", (int64_t)(taken + bytes) + 63, "");
+    s->piece[s->n].at = *out;
+    s->piece[s->n].before = s->taken;
+    s->piece[s->n++].bytes = bytes;
+    s->taken = taken + bytes;
+    return TKV_OK;
+}
+
+/* Gives back all pieces but the first n_kept. */
+static void tkvi_give_back(tkvi_scratch *s, int n_kept) {
+    while (s->n > n_kept) {
+        const size_t bytes = s->piece[--s->n].bytes;
+        void *at = s->piece[s->n].at;
+        if (s->kv->tables.cfg.host.wipe_freed) tkvi_wipe(at, bytes);
+        if (!s->from) tkvi_put(&s->kv->heap, at, bytes);
+        s->taken = s->piece[s->n].before;
+    }
+}
+
+#endif /* TKVI_PERSIST_SCRATCH_H */
 /* ======== persist/whole.h ======== */
 /*
  * persist/whole.h - the numbers of a whole cache that no list, table or record holds: the budget's controller and
@@ -45040,16 +45099,8 @@ static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_
     tkvi_add_to_run(s, w, block, tkvi_block_run_bytes(s->is_cache), is_alike, step, 5);
 }
 
-/* The previous layout of a block. Only recomputation asks for it. 0 if its table is not saved. */
-static uint16_t tkvi_previous_layout_to_save(const tkvi_saver *s, const tkvi_block *b, unsigned versions) {
-    const int version = b->previous_layout ? tkvi_version_of(s->kv, b->previous_layout - 1) : -1;
-    if (!s->kv->tables.cfg.recompute.compute) return 0;
-    return version < 0 || versions >> version & 1 ? b->previous_layout : (uint16_t)0;
-}
-
 /* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */
 static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
-    const unsigned versions = s->is_cache ? tkvi_versions_to_save(s, s->layer) : 0;
     tkvi_run_writer w;
     size_t k = 0, next = 0;
     int i;
@@ -45070,7 +45121,8 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
         if (s->is_cache) {
             tkvi_store16(at + 24, b->layout);
-            tkvi_store16(at + 26, tkvi_previous_layout_to_save(s, b, versions));
+            /* only recomputation asks for it; a load forgets one whose table the file lacks */
+            tkvi_store16(at + 26, s->kv->tables.cfg.recompute.compute ? b->previous_layout : (uint16_t)0);
             tkvi_store16(at + 28, b->n_shared_slots);
         }
         tkvi_add_saved_block(s, &w, at, tkvi_saved_record_bytes(c));
@@ -45373,21 +45425,6 @@ static size_t tkvi_room_for_piece(const tkv_cache *kv) {
     return most + tkvi_gap_to(most, 64);
 }
 
-/* Takes room from the caller's scratch memory, or from the heap. *taken: NULL, or what the heap must get back. */
-static tkv_status tkvi_take_room(tkv_cache *kv, void *scratch, size_t scratch_bytes, size_t bytes,
-                                 uint8_t **room, uint8_t **taken) {
-    const size_t gap = scratch ? tkvi_gap_to((size_t)(uintptr_t)scratch, 64) : 0;
-    *taken = NULL;
-    *room = scratch ? (uint8_t *)scratch + gap : NULL;
-    if (scratch && scratch_bytes < bytes + gap)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:", (int64_t)bytes + 63,
-                         "");
-    if (!scratch) *room = *taken = (uint8_t *)tkvi_get(&kv->heap, bytes);
-    return *room ? TKV_OK
-                 : tkvi_refuse_no_memory(
-                       kv, "no memory to save or load; give scratch of bytes:", (int64_t)bytes + 63, "");
-}
-
 /* Plans a save behind the former one, or a whole one if the file would have more than twice the bytes of that. */
 static void tkvi_choose_save(tkvi_saver *s, const tkvi_saved_file *former, uint8_t *record_at) {
     s->former = *former;
@@ -45425,27 +45462,24 @@ static tkvi_save_room tkvi_room_to_save(const tkvi_saver *s) {
 /* Saves to `buf` of `size` bytes, or through s->write. Without both it counts. */
 static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *needed) {
     const tkvi_save_room need = tkvi_room_to_save(s);
-    const size_t bytes = need.total;
+    tkvi_scratch scratch = tkvi_scratch_of(s->kv, s->p->scratch, s->p->scratch_bytes);
     tkvi_saved_file former;
     const char *fault = NULL;
-    uint8_t *room, *taken;
     tkv_status st;
     memset(&former, 0, sizeof former);
     if (s->p->former_bytes)
         fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
     if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
     if (buf || s->write || former.bytes || s->is_cache) {
-        st = tkvi_take_room(s->kv, s->p->scratch, s->p->scratch_bytes, bytes, &room, &taken);
+        st = tkvi_take_scratch(&scratch, need.total, &s->room);
         if (st) return st;
-        s->room = room;
-        s->index = room + need.piece;
+        s->index = s->room + need.piece;
         if (s->is_cache) {
             s->place = (tkvi_save_place *)(void *)(s->index + need.index);
             tkvi_place_all_entries(s);
         }
         tkvi_choose_save(s, &former, s->index + need.index + need.places);
     } else {
-        taken = NULL;
         tkvi_plan_save(s);
     }
     s->info.bytes = s->end - s->start;
@@ -45458,8 +45492,7 @@ static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *neede
                           "the buffer is too small; bytes needed:", (int64_t)s->info.bytes, "");
     s->buf = (uint8_t *)buf;
     if (!s->st && (buf || s->write)) tkvi_write_save(s);
-    if (taken && s->kv->tables.cfg.host.wipe_freed) tkvi_wipe(taken, bytes);
-    if (taken) tkvi_put(&s->kv->heap, taken, bytes);
+    tkvi_give_back(&scratch, 0);
     return s->st ? s->st : tkvi_ok(s->kv);
 }
 
@@ -45522,46 +45555,10 @@ typedef struct tkvi_reader {
     tkv_read_bytes read;
     void *user;
     tkvi_saved_file file;
-    uint8_t *room; /* for a table, or for a record */
-    /* memory for the room, the index and the sections: the caller's, or of the heap */
-    uint8_t *scratch;
-    size_t scratch_bytes, taken_bytes; /* of scratch; those that are in use */
-    struct {
-        void *at;
-        size_t bytes;
-    } taken[3]; /* of the heap */
-    int n_taken;
-    int has_failed; /* 1: the callback failed */
+    uint8_t *room;        /* for a table, or for a record */
+    tkvi_scratch scratch; /* has the room, the index and the sections */
+    int has_failed;       /* 1: the callback failed */
 } tkvi_reader;
-
-/* >>memory */
-/* Takes memory, which tkvi_give_back gives back. */
-static tkv_status tkvi_take_memory(tkvi_reader *r, size_t bytes, uint8_t **out) {
-    const size_t gap = r->scratch ? tkvi_gap_to((size_t)(uintptr_t)r->scratch, 64) : 0;
-    bytes += tkvi_gap_to(bytes, 64);
-    if (r->scratch && (gap > r->scratch_bytes || r->taken_bytes > r->scratch_bytes - gap ||
-                       bytes > r->scratch_bytes - gap - r->taken_bytes))
-        return tkvi_fail(r->kv, TKV_ERR_CAPACITY,
-                         "scratch is too small; bytes needed:", (int64_t)(r->taken_bytes + bytes) + 63, "");
-    *out = r->scratch ? r->scratch + gap + r->taken_bytes : (uint8_t *)tkvi_get(&r->kv->heap, bytes);
-    if (!*out)
-        return tkvi_refuse_no_memory(r->kv, "no memory to save or load; give scratch of bytes:",
-                                     (int64_t)(r->taken_bytes + bytes) + 63, "");
-    r->taken[r->n_taken].at = *out;
-    r->taken[r->n_taken++].bytes = bytes;
-    r->taken_bytes += bytes;
-    return TKV_OK;
-}
-
-/* Gives back all pieces of memory but the first n. */
-static void tkvi_give_back(tkvi_reader *r, int n) {
-    while (r->n_taken > n) {
-        r->n_taken--;
-        r->taken_bytes -= r->taken[r->n_taken].bytes;
-        if (r->kv->tables.cfg.host.wipe_freed) tkvi_wipe(r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
-        if (!r->scratch) tkvi_put(&r->kv->heap, r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
-    }
-}
 
 /* >>bytes */
 /* Reads from the callback, which is not called again after a failure. */
@@ -45604,7 +45601,7 @@ static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t inde
         }
         n_kept += (size_t)n + tkvi_gap_to((size_t)n, 64);
     }
-    st = tkvi_take_memory(r, n_kept + 64, &kept);
+    st = tkvi_take_scratch(&r->scratch, n_kept + 64, &kept);
     memset(&w, 0, sizeof w);
     w.at = f->start;
     while (!st && !*fault && w.i < f->n_sections) {
@@ -45636,7 +45633,7 @@ static tkv_status tkvi_keep_save(tkvi_reader *r, size_t size, const char **fault
     size_t index_at = 0, n;
     tkv_status st;
     *fault = NULL;
-    tkvi_give_back(r, 1);
+    tkvi_give_back(&r->scratch, 1);
     if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END) {
         *fault = "these bytes are no saved sequence";
         return TKV_OK;
@@ -45649,7 +45646,7 @@ static tkv_status tkvi_keep_save(tkvi_reader *r, size_t size, const char **fault
         *fault = "the saved sequence has too many sections";
     if (*fault) return TKV_OK;
     n = (size_t)r->file.n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
-    st = tkvi_take_memory(r, n, &index);
+    st = tkvi_take_scratch(&r->scratch, n, &index);
     if (!st) st = tkvi_read_at(r, index_at, index, n);
     if (st) return st;
     r->file.index = index;
@@ -46178,7 +46175,6 @@ static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
             l, "the cache was saved with another config; create this one with the same", -1);
     if (io->is_wrong || io->at != io->end)
         return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
-    io->mode = TKVI_PROVIDES_NUMBERS;
     return TKV_OK;
 }
 
@@ -46867,9 +46863,9 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
             st = l->from.has_failed
                      ? tkvi_refuse_damaged_block(l, layer)
                      : tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
+    kv->budget.has_loaded = 1;
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
         tkvi_count_late_blocks(kv, l->seq);
-        kv->budget.has_loaded = 1;
         st = tkvi_check_placed(l);
     }
     if (!st) st = tkvi_place_states_of_all(l);
@@ -47023,7 +47019,7 @@ static tkv_status tkvi_load_seq(tkvi_loader *l) {
     st = tkvi_provide_file(l);
     if (!st) st = tkvi_place_file(l);
     if (!st) tkvi_take_tokens(l);
-    tkvi_give_back(&l->from, 0);
+    tkvi_give_back(&l->from.scratch, 0);
     tkvi_release_attached(l, st); /* the caller may free the bytes now */
     tkvi_release_unused(kv, seq);
     tkvi_shrink_index(kv, seq);
@@ -47073,15 +47069,15 @@ static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params
     l->kv = l->from.kv = kv;
     l->p = p;
     l->is_cache = p->seq == TKV_ALL_SEQS;
-    l->from.scratch = (uint8_t *)p->scratch;
-    l->from.scratch_bytes = p->scratch_bytes;
-    if (!l->from.bytes) st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv) + 128, &l->from.room);
+    l->from.scratch = tkvi_scratch_of(kv, p->scratch, p->scratch_bytes);
+    if (!l->from.bytes)
+        st = tkvi_take_scratch(&l->from.scratch, tkvi_room_for_piece(kv) + 128, &l->from.room);
     if (!st) st = tkvi_verify_file(l, size);
     /* a whole cache in memory needs no room: it may fill its budget */
     if (!st && l->from.bytes && !l->is_cache)
-        st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv), &l->from.room);
+        st = tkvi_take_scratch(&l->from.scratch, tkvi_room_for_piece(kv), &l->from.room);
     if (!st) st = l->is_cache ? tkvi_load_cache(l) : tkvi_load_seq(l);
-    tkvi_give_back(&l->from, 0);
+    tkvi_give_back(&l->from.scratch, 0);
     if (st) return st;
     if (out) *out = l->info;
     return tkvi_ok(kv);

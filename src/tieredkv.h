@@ -145,6 +145,7 @@ extern "C" {
 #include "report/create.h"
 #include "report/state.h"
 #include "persist/saved.h"
+#include "persist/scratch.h"
 #include "persist/whole.h"
 #include "persist/save.h"
 #include "persist/reader.h"

@@ -72,7 +72,7 @@ static tkv_status tkvi_load_seq(tkvi_loader *l) {
     st = tkvi_provide_file(l);
     if (!st) st = tkvi_place_file(l);
     if (!st) tkvi_take_tokens(l);
-    tkvi_give_back(&l->from, 0);
+    tkvi_give_back(&l->from.scratch, 0);
     tkvi_release_attached(l, st); /* the caller may free the bytes now */
     tkvi_release_unused(kv, seq);
     tkvi_shrink_index(kv, seq);
@@ -122,15 +122,15 @@ static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params
     l->kv = l->from.kv = kv;
     l->p = p;
     l->is_cache = p->seq == TKV_ALL_SEQS;
-    l->from.scratch = (uint8_t *)p->scratch;
-    l->from.scratch_bytes = p->scratch_bytes;
-    if (!l->from.bytes) st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv) + 128, &l->from.room);
+    l->from.scratch = tkvi_scratch_of(kv, p->scratch, p->scratch_bytes);
+    if (!l->from.bytes)
+        st = tkvi_take_scratch(&l->from.scratch, tkvi_room_for_piece(kv) + 128, &l->from.room);
     if (!st) st = tkvi_verify_file(l, size);
     /* a whole cache in memory needs no room: it may fill its budget */
     if (!st && l->from.bytes && !l->is_cache)
-        st = tkvi_take_memory(&l->from, tkvi_room_for_piece(kv), &l->from.room);
+        st = tkvi_take_scratch(&l->from.scratch, tkvi_room_for_piece(kv), &l->from.room);
     if (!st) st = l->is_cache ? tkvi_load_cache(l) : tkvi_load_seq(l);
-    tkvi_give_back(&l->from, 0);
+    tkvi_give_back(&l->from.scratch, 0);
     if (st) return st;
     if (out) *out = l->info;
     return tkvi_ok(kv);

@@ -182,9 +182,9 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
             st = l->from.has_failed
                      ? tkvi_refuse_damaged_block(l, layer)
                      : tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
+    kv->budget.has_loaded = 1;
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
         tkvi_count_late_blocks(kv, l->seq);
-        kv->budget.has_loaded = 1;
         st = tkvi_check_placed(l);
     }
     if (!st) st = tkvi_place_states_of_all(l);

@@ -24,46 +24,10 @@ typedef struct tkvi_reader {
     tkv_read_bytes read;
     void *user;
     tkvi_saved_file file;
-    uint8_t *room; /* for a table, or for a record */
-    /* memory for the room, the index and the sections: the caller's, or of the heap */
-    uint8_t *scratch;
-    size_t scratch_bytes, taken_bytes; /* of scratch; those that are in use */
-    struct {
-        void *at;
-        size_t bytes;
-    } taken[3]; /* of the heap */
-    int n_taken;
-    int has_failed; /* 1: the callback failed */
+    uint8_t *room;        /* for a table, or for a record */
+    tkvi_scratch scratch; /* has the room, the index and the sections */
+    int has_failed;       /* 1: the callback failed */
 } tkvi_reader;
-
-/* >>memory */
-/* Takes memory, which tkvi_give_back gives back. */
-static tkv_status tkvi_take_memory(tkvi_reader *r, size_t bytes, uint8_t **out) {
-    const size_t gap = r->scratch ? tkvi_gap_to((size_t)(uintptr_t)r->scratch, 64) : 0;
-    bytes += tkvi_gap_to(bytes, 64);
-    if (r->scratch && (gap > r->scratch_bytes || r->taken_bytes > r->scratch_bytes - gap ||
-                       bytes > r->scratch_bytes - gap - r->taken_bytes))
-        return tkvi_fail(r->kv, TKV_ERR_CAPACITY,
-                         "scratch is too small; bytes needed:", (int64_t)(r->taken_bytes + bytes) + 63, "");
-    *out = r->scratch ? r->scratch + gap + r->taken_bytes : (uint8_t *)tkvi_get(&r->kv->heap, bytes);
-    if (!*out)
-        return tkvi_refuse_no_memory(r->kv, "no memory to save or load; give scratch of bytes:",
-                                     (int64_t)(r->taken_bytes + bytes) + 63, "");
-    r->taken[r->n_taken].at = *out;
-    r->taken[r->n_taken++].bytes = bytes;
-    r->taken_bytes += bytes;
-    return TKV_OK;
-}
-
-/* Gives back all pieces of memory but the first n. */
-static void tkvi_give_back(tkvi_reader *r, int n) {
-    while (r->n_taken > n) {
-        r->n_taken--;
-        r->taken_bytes -= r->taken[r->n_taken].bytes;
-        if (r->kv->tables.cfg.host.wipe_freed) tkvi_wipe(r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
-        if (!r->scratch) tkvi_put(&r->kv->heap, r->taken[r->n_taken].at, r->taken[r->n_taken].bytes);
-    }
-}
 
 /* >>bytes */
 /* Reads from the callback, which is not called again after a failure. */
@@ -106,7 +70,7 @@ static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t inde
         }
         n_kept += (size_t)n + tkvi_gap_to((size_t)n, 64);
     }
-    st = tkvi_take_memory(r, n_kept + 64, &kept);
+    st = tkvi_take_scratch(&r->scratch, n_kept + 64, &kept);
     memset(&w, 0, sizeof w);
     w.at = f->start;
     while (!st && !*fault && w.i < f->n_sections) {
@@ -138,7 +102,7 @@ static tkv_status tkvi_keep_save(tkvi_reader *r, size_t size, const char **fault
     size_t index_at = 0, n;
     tkv_status st;
     *fault = NULL;
-    tkvi_give_back(r, 1);
+    tkvi_give_back(&r->scratch, 1);
     if (size < TKVI_SAVED_HEAD + TKVI_SAVED_END) {
         *fault = "these bytes are no saved sequence";
         return TKV_OK;
@@ -151,7 +115,7 @@ static tkv_status tkvi_keep_save(tkvi_reader *r, size_t size, const char **fault
         *fault = "the saved sequence has too many sections";
     if (*fault) return TKV_OK;
     n = (size_t)r->file.n_sections * TKVI_SAVED_SECTION + TKVI_SAVED_END;
-    st = tkvi_take_memory(r, n, &index);
+    st = tkvi_take_scratch(&r->scratch, n, &index);
     if (!st) st = tkvi_read_at(r, index_at, index, n);
     if (st) return st;
     r->file.index = index;

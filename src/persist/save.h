@@ -9,6 +9,7 @@
 #define TKVI_PERSIST_SAVE_H
 
 #include "persist/saved.h"
+#include "persist/scratch.h"
 #include "persist/whole.h"
 #include "step/promote.h"
 #include "step/sequence.h"
@@ -485,16 +486,8 @@ static void tkvi_add_saved_block(tkvi_saver *s, tkvi_run_writer *w, const uint8_
     tkvi_add_to_run(s, w, block, tkvi_block_run_bytes(s->is_cache), is_alike, step, 5);
 }
 
-/* The previous layout of a block. Only recomputation asks for it. 0 if its table is not saved. */
-static uint16_t tkvi_previous_layout_to_save(const tkvi_saver *s, const tkvi_block *b, unsigned versions) {
-    const int version = b->previous_layout ? tkvi_version_of(s->kv, b->previous_layout - 1) : -1;
-    if (!s->kv->tables.cfg.recompute.compute) return 0;
-    return version < 0 || versions >> version & 1 ? b->previous_layout : (uint16_t)0;
-}
-
 /* Emits the runs of blocks. *n_blocks: their blocks. Returns the number of runs. */
 static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
-    const unsigned versions = s->is_cache ? tkvi_versions_to_save(s, s->layer) : 0;
     tkvi_run_writer w;
     size_t k = 0, next = 0;
     int i;
@@ -515,7 +508,8 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
         if (s->is_cache) {
             tkvi_store16(at + 24, b->layout);
-            tkvi_store16(at + 26, tkvi_previous_layout_to_save(s, b, versions));
+            /* only recomputation asks for it; a load forgets one whose table the file lacks */
+            tkvi_store16(at + 26, s->kv->tables.cfg.recompute.compute ? b->previous_layout : (uint16_t)0);
             tkvi_store16(at + 28, b->n_shared_slots);
         }
         tkvi_add_saved_block(s, &w, at, tkvi_saved_record_bytes(c));
@@ -818,21 +812,6 @@ static size_t tkvi_room_for_piece(const tkv_cache *kv) {
     return most + tkvi_gap_to(most, 64);
 }
 
-/* Takes room from the caller's scratch memory, or from the heap. *taken: NULL, or what the heap must get back. */
-static tkv_status tkvi_take_room(tkv_cache *kv, void *scratch, size_t scratch_bytes, size_t bytes,
-                                 uint8_t **room, uint8_t **taken) {
-    const size_t gap = scratch ? tkvi_gap_to((size_t)(uintptr_t)scratch, 64) : 0;
-    *taken = NULL;
-    *room = scratch ? (uint8_t *)scratch + gap : NULL;
-    if (scratch && scratch_bytes < bytes + gap)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:", (int64_t)bytes + 63,
-                         "");
-    if (!scratch) *room = *taken = (uint8_t *)tkvi_get(&kv->heap, bytes);
-    return *room ? TKV_OK
-                 : tkvi_refuse_no_memory(
-                       kv, "no memory to save or load; give scratch of bytes:", (int64_t)bytes + 63, "");
-}
-
 /* Plans a save behind the former one, or a whole one if the file would have more than twice the bytes of that. */
 static void tkvi_choose_save(tkvi_saver *s, const tkvi_saved_file *former, uint8_t *record_at) {
     s->former = *former;
@@ -870,27 +849,24 @@ static tkvi_save_room tkvi_room_to_save(const tkvi_saver *s) {
 /* Saves to `buf` of `size` bytes, or through s->write. Without both it counts. */
 static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *needed) {
     const tkvi_save_room need = tkvi_room_to_save(s);
-    const size_t bytes = need.total;
+    tkvi_scratch scratch = tkvi_scratch_of(s->kv, s->p->scratch, s->p->scratch_bytes);
     tkvi_saved_file former;
     const char *fault = NULL;
-    uint8_t *room, *taken;
     tkv_status st;
     memset(&former, 0, sizeof former);
     if (s->p->former_bytes)
         fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
     if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
     if (buf || s->write || former.bytes || s->is_cache) {
-        st = tkvi_take_room(s->kv, s->p->scratch, s->p->scratch_bytes, bytes, &room, &taken);
+        st = tkvi_take_scratch(&scratch, need.total, &s->room);
         if (st) return st;
-        s->room = room;
-        s->index = room + need.piece;
+        s->index = s->room + need.piece;
         if (s->is_cache) {
             s->place = (tkvi_save_place *)(void *)(s->index + need.index);
             tkvi_place_all_entries(s);
         }
         tkvi_choose_save(s, &former, s->index + need.index + need.places);
     } else {
-        taken = NULL;
         tkvi_plan_save(s);
     }
     s->info.bytes = s->end - s->start;
@@ -903,8 +879,7 @@ static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *neede
                           "the buffer is too small; bytes needed:", (int64_t)s->info.bytes, "");
     s->buf = (uint8_t *)buf;
     if (!s->st && (buf || s->write)) tkvi_write_save(s);
-    if (taken && s->kv->tables.cfg.host.wipe_freed) tkvi_wipe(taken, bytes);
-    if (taken) tkvi_put(&s->kv->heap, taken, bytes);
+    tkvi_give_back(&scratch, 0);
     return s->st ? s->st : tkvi_ok(s->kv);
 }
 

@@ -487,7 +487,6 @@ static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
             l, "the cache was saved with another config; create this one with the same", -1);
     if (io->is_wrong || io->at != io->end)
         return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
-    io->mode = TKVI_PROVIDES_NUMBERS;
     return TKV_OK;
 }
 

@@ -1791,18 +1791,14 @@ static void run_codec(void) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     int kind;
     is_logging = int_from_env("TKV_FUZZ_LOG", 0);
-    in_bytes = data;
-    n_in = size;
+    begin_input(data, size);
     kind = next_byte();
-    tkv_test_.n_bad = tkv_test_.n_checks = 0;
     memset(&call, 0, sizeof call);
     if (kind >= 250) run_text((const char *)in_bytes, n_in);
     else if (kind >= 248) run_thresholds((const char *)in_bytes, n_in);
     else if (kind >= 244) run_codec();
     else run_cache();
-    fflush(stdout);
-    if (tkv_test_.n_bad && run_name[0]) fprintf(stderr, "    found by: ./api_calls %s\n", run_name);
-    if (tkv_test_.n_bad) abort();
+    end_input("api_calls");
     return 0;
 }
 

@@ -946,23 +946,15 @@ static void run_input(void) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     make_files();
-    in_bytes = data;
-    n_in = size;
-    tkv_test_.n_bad = tkv_test_.n_checks = 0;
+    begin_input(data, size);
     run_input();
-    if (!tkv_test_.n_bad) return 0;
-    fflush(stdout);
-    if (run_name[0]) fprintf(stderr, "    found by: ./load %s\n", run_name);
-    abort();
+    end_input("load");
+    return 0;
 }
 
 #ifdef TKV_FUZZ_MAIN
 static int make_random(int seed, int n_bytes, uint8_t *bytes) {
-    tkv_rng rng = tkv_rng_seed((uint64_t)seed);
-    const int n = 3 + tkv_rng_below(&rng, n_bytes < 1 || n_bytes > 60000 ? 60 : n_bytes);
-    int i;
-    for (i = 0; i < n; i += 8) put64(bytes + i, tkv_rng_u64(&rng));
-    return n;
+    return random_bytes(seed, 3, n_bytes, 60, bytes);
 }
 
 int main(int argc, char **argv) {

@@ -24,9 +24,24 @@ static int next_below(int n) {
     return (high * 256 + next_byte()) % n;
 }
 
-/* >>plain program */
+/* >>results */
 static char run_name[300]; /* how a plain program runs this input again; empty in a fuzzer */
 
+/* Begins an input: no check of it has failed. */
+static void begin_input(const uint8_t *data, size_t size) {
+    in_bytes = data;
+    n_in = size;
+    tkv_test_.n_bad = tkv_test_.n_checks = 0;
+}
+
+/* Ends an input. After a failed check the program ends, and says how to run it again. */
+static void end_input(const char *target) {
+    fflush(stdout);
+    if (tkv_test_.n_bad && run_name[0]) fprintf(stderr, "    found by: ./%s %s\n", target, run_name);
+    if (tkv_test_.n_bad) abort();
+}
+
+/* >>plain program */
 #ifdef __cplusplus
 extern "C"
 #endif
@@ -36,6 +51,18 @@ extern "C"
 #ifdef TKV_FUZZ_MAIN
 /* Writes a random input of about n_bytes. Returns its bytes, at most 65,536. */
 typedef int (*random_input)(int seed, int n_bytes, uint8_t *bytes);
+
+/* A random input of `least` bytes, and fewer than n_bytes others: `standard`, if that is out of range. */
+static inline int random_bytes(int seed, int least, int n_bytes, int standard, uint8_t *bytes) {
+    tkv_rng rng = tkv_rng_seed((uint64_t)seed);
+    const int n = least + tkv_rng_below(&rng, n_bytes < 1 || n_bytes > 60000 ? standard : n_bytes);
+    int i, k;
+    for (i = 0; i < n; i += 8) {
+        const uint64_t x = tkv_rng_u64(&rng);
+        for (k = 0; k < 8; k++) bytes[i + k] = (uint8_t)(x >> 8 * k & 255u);
+    }
+    return n;
+}
 
 static int run_file(const char *target, const char *name) {
     static uint8_t bytes[1 << 20];
