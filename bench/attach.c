@@ -64,9 +64,9 @@ static double index_bytes(const map_file *f) {
 }
 
 int main(int argc, char **argv) {
-    const char *plan = bench_option(argc, argv, "--plan"), *path = bench_option(argc, argv, "--file");
-    const int tokens = bench_number(argc, argv, "--tokens", 131072),
-              runs = bench_number(argc, argv, "--runs", 5);
+    const char *plan = bench_option(argc, argv, "plan"), *path = bench_option(argc, argv, "file");
+    const int tokens = bench_number(argc, argv, "tokens", 131072),
+              runs = bench_number(argc, argv, "runs", 5);
     tkv_config cfg;
     tkv_cache *a, *b;
     tkv_save_params save;
@@ -81,10 +81,10 @@ int main(int argc, char **argv) {
     memset(&load, 0, sizeof load);
     memset(&info, 0, sizeof info);
     memset(&after, 0, sizeof after);
-    cfg.model.n_layers = bench_number(argc, argv, "--layers", 30);
-    cfg.model.n_heads = bench_number(argc, argv, "--heads", 9);
-    cfg.model.n_kv_heads = bench_number(argc, argv, "--kv-heads", 3);
-    cfg.model.head_dim = bench_number(argc, argv, "--dim", 64);
+    cfg.model.n_layers = bench_number(argc, argv, "layers", 30);
+    cfg.model.n_heads = bench_number(argc, argv, "heads", 9);
+    cfg.model.n_kv_heads = bench_number(argc, argv, "kv-heads", 3);
+    cfg.model.head_dim = bench_number(argc, argv, "dim", 64);
     cfg.limits.max_append = CHUNK;
     if (!plan) plan = "balanced";
     if (!path) path = "attach.tkv";
