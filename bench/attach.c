@@ -65,8 +65,7 @@ static double index_bytes(const map_file *f) {
 
 int main(int argc, char **argv) {
     const char *plan = bench_option(argc, argv, "plan"), *path = bench_option(argc, argv, "file");
-    const int tokens = bench_number(argc, argv, "tokens", 131072),
-              runs = bench_number(argc, argv, "runs", 5);
+    const int tokens = bench_number(argc, argv, "tokens", 131072), runs = bench_number(argc, argv, "runs", 5);
     tkv_config cfg;
     tkv_cache *a, *b;
     tkv_save_params save;

@@ -366,6 +366,10 @@ TEST(sentences_of_mistakes) {
         {"start_canary = 3", "is no key"},
         {"host.allocator = 3", "is no key"},
         {"model.n_layers = two", "line 1: model.n_layers is two; it must be a whole number"},
+        {"model.n_layers = [2]", "line 1: model.n_layers is 2; it must be a whole number without [ ]"},
+        {"{\"model\": {\"n_layers\": [2]}}", "it must be a whole number without [ ]"},
+        {"budget.bytes = [1G]", "64MiB without [ ]"},
+        {"preset = [\"balanced\"]", "without [ ]"},
         {"model.n_layers = 2.5", "model.n_layers is 2.5; it must be a whole number"},
         {"model.n_layers = 2147483648", "it must be a whole number"},
         {"model.n_layers = 99999999999999999999999", "it must be a whole number"},
@@ -519,6 +523,11 @@ TEST(sentences_of_mistakes) {
     CHECK_EQ(tkv_parse_config(&cfg, NULL, layered, strlen(layered), reason, REASON), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "line 2: the program's room for layers is 0; it must be 1 or more"), "%s",
               reason);
+    /* a number that only tkv_create refuses: the text names no layer */
+    CHECK_EQ(parse_config(&cfg, "model.n_layers = -2147483648", reason), TKV_OK);
+    CHECK_EQ(cfg.model.n_layers, -2147483647 - 1);
+    CHECK_EQ(parse_config(&cfg, "model.n_layers = -5\nlayers[2].window = 1", reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "line 2: model.n_layers is -5; it must be 3 or more"), "%s", reason);
     CHECK_EQ(tkv_parse_config(NULL, &arrays, "", 0, reason, REASON), TKV_ERR_ARG);
     CHECK_EQ(tkv_parse_config(&cfg, &arrays, NULL, 0, reason, REASON), TKV_ERR_ARG);
     cfg.layers = layers_before; /* a text cannot make the caller's arrays longer */

@@ -143,6 +143,7 @@ typedef struct tkvi_parser {
     const char *text, *at, *end;
     int line, json;
     tkvi_span key, value; /* the key is the whole path, in `path` */
+    int has_brackets;     /* 1: the value stands in [ ] */
     int key_line;
     char path[TKVI_LONGEST_PATH];
     size_t path_bytes, table;      /* of the key; of the TOML table that the text is in */
@@ -907,6 +908,11 @@ static void tkvi_append_unknown(tkvi_parser *r, int is_group) {
     tkvi_append_field(t, &r->fields[best_g], r->fields[best_g].row[best_row].name, is_group);
 }
 
+/* 1 if the value of a field can stand in brackets. */
+static int tkvi_is_list(const tkvi_row *row) {
+    return row->kind == TKVI_FLOATS || row->kind == TKVI_FREQUENCIES;
+}
+
 static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_text *t = tkvi_append_line(r, r->key_line);
     const char *word;
@@ -916,6 +922,7 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_append_span(t, r->value);
     tkvi_append_text(t, "; it must be ");
     tkvi_append_text(t, tkvi_kinds[row->kind].want);
+    if (r->has_brackets && !tkvi_is_list(row)) tkvi_append_text(t, " without [ ]");
     for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL; i++) {
         tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
         tkvi_append_text(t, word);
@@ -1122,8 +1129,9 @@ static void tkvi_skip_blanks_of_line(tkvi_parser *r) {
 static int tkvi_scan_value(tkvi_parser *r, const char *ends) {
     const char *from;
     tkvi_skip_blanks_of_line(r);
+    r->has_brackets = tkvi_is_next(r, '[');
     if (tkvi_is_next(r, '"') || (!r->json && tkvi_is_next(r, '\''))) return tkvi_scan_string(r, &r->value);
-    if (tkvi_is_next(r, '[')) return tkvi_scan_list(r);
+    if (r->has_brackets) return tkvi_scan_list(r);
     for (from = r->at; r->at < r->end && !tkvi_one_of(*r->at, ends);) r->at++;
     r->value = tkvi_trimmed(from, r->at);
     return 1;
@@ -1390,7 +1398,8 @@ static tkv_status tkvi_parse_all(tkvi_parser *r, int pass) {
                 tkvi_append_text(&r->reason, " is there for the second time; it must be there once");
                 return TKV_ERR_CONFIG;
             }
-            if (!tkvi_kinds[row->kind].read(r, row, r->value, at)) {
+            if ((r->has_brackets && !tkvi_is_list(row)) ||
+                !tkvi_kinds[row->kind].read(r, row, r->value, at)) {
                 tkvi_append_bad_value(r, row);
                 return TKV_ERR_CONFIG;
             }
@@ -1451,7 +1460,7 @@ static tkv_status tkvi_check_array(tkvi_parser *r, const tkvi_array *a, const tk
     if (r->room && tkvi_member_pointer(r->room, a->room_at)) room = tkvi_member_int(r->room, a->room_count);
     tkvi_append_text(&t, a->count_name);
     tkvi_append_text(&t, " is ");
-    if (highest > n)
+    if (highest && highest > n)
         return tkvi_report_wrong_count(r, line, what, n, highest, " or more, by the highest one named");
     if (!highest && tkvi_member_pointer(was, a->at) && n > had)
         return tkvi_report_wrong_count(r, tkvi_line_of(r, a->count_name), what, n, had,
