@@ -243,9 +243,19 @@ static float error_bound(const model_layer *p, int tier, int side) {
     return sum;
 }
 
+/* 1 if blocks of this layer have the version of a table. */
+static int is_version_used(int layer, int version) {
+    int s, i, is_used = 0;
+    for (s = 0; s < SEQS; s++)
+        for (i = 0; i < tkvi_list_of(kv, s, layer)->n; i++)
+            is_used |= tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, s, layer)[i])->layout) == version;
+    return is_used;
+}
+
 /* A new table can take the version of old blocks, which are then coded again (reclaim/versions.h). Takes the values of
- * blocks that have another version than at the last comparison, in the same tier, from the cache, and those of all
- * blocks that were coded then if a table was made since. Their errors are checked below. */
+ * blocks that have another version than at the last comparison from the cache, where they are in the same tier or no
+ * block has that version any more, and those of all blocks that were coded then if a table was made since. Their errors
+ * are checked below. */
 static void take_recoded(int seq, int layer, int from) {
     model_list *m = &list[seq][layer];
     const int n_tables = plan[layer].n_tables + plan[layer].n_loaded, has_new_table = n_tables != m->n_tables;
@@ -256,7 +266,9 @@ static void take_recoded(int seq, int layer, int from) {
         const int version =
             tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i - m->first])->layout);
         const int is_recoded =
-            b->version >= 0 && (has_new_table || (b->version != version && b->seen_tier == b->tier));
+            b->version >= 0 &&
+            (has_new_table ||
+             (b->version != version && (b->seen_tier == b->tier || !is_version_used(layer, b->version))));
         for (t = b->start; t < block_end(m, i) && is_recoded; t++) {
             memcpy(m->k_read[t], k_out + (t - from) * K_ROW, sizeof m->k_read[t]);
             memcpy(m->v_read[t], v_out + (t - from) * V_ROW, sizeof m->v_read[t]);
@@ -325,21 +337,22 @@ static void check_attention(int seq, int layer, int n) {
     const model_layer *p = &plan[layer];
     const model_list *m = &list[seq][p->source];
     double tolerance = 1e-5, weight[LONGEST];
-    int i, h, j, c;
+    int i, h, j, c, is_old;
     tkv_status st;
     for (i = 0; i < 3; i++)
         if (p->pair[i].k >= TKV_Q8 || p->pair[i].v >= TKV_Q8)
             tolerance = 8e-3; /* 2e-3 of values up to 2, twice */
     tkv_rng_fill(&rng, q, sizeof q / sizeof *q, 1.0);
     st = tkv_attend(kv, seq, layer, q, n, out);
-    CHECK_CALL(st == (n > m->len ? TKV_ERR_RANGE : TKV_OK), "%s", tkv_get_status_text(st));
+    /* after a truncation, the window of an older query can reach expired tokens */
+    is_old = n && p->window && expired_of(m) > 0 && m->len - n + 1 - p->window < expired_of(m);
+    CHECK_CALL(st == (n > m->len || is_old ? TKV_ERR_RANGE : TKV_OK), "%s", tkv_get_status_text(st));
     if (st) return;
     for (i = 0; i < n; i++)
         for (h = 0; h < HEADS; h++) {
             int kh = h / (HEADS / KV_HEADS), at = m->len - n + i, low = 0;
             double top = -1e300, sum = 0, o[V_DIM] = {0};
             if (p->window && at + 1 > p->window) low = at + 1 - p->window;
-            if (low < expired_of(m)) continue; /* keys of this query have expired */
             for (j = low; j <= at; j++) {
                 weight[j] = 0;
                 for (c = 0; c < DIM; c++)
@@ -566,23 +579,10 @@ static tkv_status call_flush(int seq) {
 
 /* Returns the number of table versions of this layer that no block uses. */
 static int n_free_versions(int layer) {
-    int used[TKVI_VERSIONS] = {0}, s, i, n_free = 0;
-    used[kv->tables.current_version[layer] < 0 ? 0 : kv->tables.current_version[layer]] =
-        kv->tables.current_version[layer] >= 0;
-    for (s = 0; s < SEQS; s++) {
-        const tkvi_list *l = tkvi_list_of(kv, s, layer);
-        for (i = 0; i < l->n; i++) {
-            const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, s, layer)[i]);
-            const tkvi_plan *p = &kv->tables.plan[layer];
-            int t;
-            for (t = TKV_TIER_WARM; t < TKV_TIER_COUNT; t++)
-                if (p->now.needs_table[t] && b->layout >= p->now.layout[t] &&
-                    b->layout < p->now.layout[t] + TKVI_VERSIONS)
-                    used[b->layout - p->now.layout[t]] = 1;
-        }
-    }
-    for (i = 0; i < TKVI_VERSIONS; i++) n_free += !used[i];
-    return n_free;
+    int version, n = 0;
+    for (version = 0; version < TKVI_VERSIONS; version++)
+        n += version != kv->tables.current_version[layer] && !is_version_used(layer, version);
+    return n;
 }
 
 /* Starts a refresh, or loads the calibration that the cache saves now: a new version with the same numbers. */
