@@ -49,7 +49,7 @@ typedef struct model_layer {
 typedef struct model_list {
     int len, first, n, step_len; /* blocks first .. n-1 are held */
     int chunk_start;             /* length before the last append or step */
-    int n_tables;                /* made and loaded, at the last comparison */
+    int n_tables, table;         /* at the last comparison: made and loaded, version of the current one */
     model_block block[BLOCKS];
     float k[LONGEST][K_ROW], v[LONGEST][V_ROW];           /* as appended, in the hot format */
     float k_read[LONGEST][K_ROW], v_read[LONGEST][V_ROW]; /* as tkv_read must return it */
@@ -253,22 +253,23 @@ static int is_version_used(int layer, int version) {
 }
 
 /* A new table can take the version of old blocks, which are then coded again (reclaim/versions.h). Takes the values of
- * blocks that have another version than at the last comparison from the cache, where they are in the same tier or no
- * block has that version any more, and those of all blocks that were coded then if a table was made since. Their errors
- * are checked below. */
+ * blocks that have another version than at the last comparison, in the same tier, from the cache. If a table was made
+ * since then, takes those of all blocks that were coded before it. Their errors are checked below. */
 static void take_recoded(int seq, int layer, int from) {
     model_list *m = &list[seq][layer];
-    const int n_tables = plan[layer].n_tables + plan[layer].n_loaded, has_new_table = n_tables != m->n_tables;
+    const int n_tables = plan[layer].n_tables + plan[layer].n_loaded,
+              current = kv->tables.current_version[layer],
+              has_new_table = n_tables != m->n_tables || current != m->table;
     int i, t;
     m->n_tables = n_tables;
+    m->table = current;
     for (i = m->first; i < m->n; i++) {
         model_block *b = &m->block[i];
         const int version =
             tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i - m->first])->layout);
+        const int was_coded = b->version >= 0 || (version >= 0 && version != current);
         const int is_recoded =
-            b->version >= 0 &&
-            (has_new_table ||
-             (b->version != version && (b->seen_tier == b->tier || !is_version_used(layer, b->version))));
+            was_coded && (has_new_table || (b->version != version && b->seen_tier == b->tier));
         for (t = b->start; t < block_end(m, i) && is_recoded; t++) {
             memcpy(m->k_read[t], k_out + (t - from) * K_ROW, sizeof m->k_read[t]);
             memcpy(m->v_read[t], v_out + (t - from) * V_ROW, sizeof m->v_read[t]);
