@@ -1283,6 +1283,7 @@
 #define tkv_get_memory TKV_NAME_(tkv_get_memory)
 #define tkv_get_name TKV_NAME_(tkv_get_name)
 #define tkv_get_positions TKV_NAME_(tkv_get_positions)
+#define tkv_get_prefix_hash TKV_NAME_(tkv_get_prefix_hash)
 #define tkv_get_pressure TKV_NAME_(tkv_get_pressure)
 #define tkv_get_quality TKV_NAME_(tkv_get_quality)
 #define tkv_get_required_bytes TKV_NAME_(tkv_get_required_bytes)
@@ -1321,6 +1322,11 @@
 #define tkv_parallel_for TKV_NAME_(tkv_parallel_for)
 #define tkv_parse_config TKV_NAME_(tkv_parse_config)
 #define tkv_parse_thresholds TKV_NAME_(tkv_parse_thresholds)
+#define tkv_prefix_extra TKV_NAME_(tkv_prefix_extra)
+#define tkv_prefix_hash TKV_NAME_(tkv_prefix_hash)
+#define tkv_prefix_info TKV_NAME_(tkv_prefix_info)
+#define tkv_prefix_params TKV_NAME_(tkv_prefix_params)
+#define tkv_prefix_store TKV_NAME_(tkv_prefix_store)
 #define tkv_pressure TKV_NAME_(tkv_pressure)
 #define tkv_pressure_config TKV_NAME_(tkv_pressure_config)
 #define tkv_pressure_info TKV_NAME_(tkv_pressure_info)
@@ -1364,6 +1370,7 @@
 #define tkv_score_source TKV_NAME_(tkv_score_source)
 #define tkv_select_victims TKV_NAME_(tkv_select_victims)
 #define tkv_seq_abort TKV_NAME_(tkv_seq_abort)
+#define tkv_seq_adopt_prefix TKV_NAME_(tkv_seq_adopt_prefix)
 #define tkv_seq_begin TKV_NAME_(tkv_seq_begin)
 #define tkv_seq_commit TKV_NAME_(tkv_seq_commit)
 #define tkv_seq_copy TKV_NAME_(tkv_seq_copy)
@@ -1382,6 +1389,7 @@
 #define tkv_seq_load_from TKV_NAME_(tkv_seq_load_from)
 #define tkv_seq_memory_info TKV_NAME_(tkv_seq_memory_info)
 #define tkv_seq_pin TKV_NAME_(tkv_seq_pin)
+#define tkv_seq_publish_prefix TKV_NAME_(tkv_seq_publish_prefix)
 #define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
 #define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
@@ -2563,6 +2571,94 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
 typedef int (*tkv_read_bytes)(void *user, size_t at, void *bytes, size_t size);
 TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
                                      tkv_read_bytes read, void *user, tkv_load_info *out);
+
+/* >>prefixes. A prompt that many sequences, processes or machines share is read once. A store of the caller's has its
+ * pages by the hash of their content: page 0 is the sinks and 256 tokens, each other page 256 tokens. A page is 4
+ * blocks of each layer as they lie, and the states behind it.
+ *
+ *     hash of page i = SHA-256 of the hash of page i - 1, the tokens of page i and its extras
+ *     hash before page 0 = SHA-256 of model, salt, geometry, RoPE, options, formats and tables of this cache
+ *
+ * Each page is found only with the tables that coded it: load the same calibration into all caches
+ * (tkv_load_calibration), or freeze what was learned (tkv_freeze_calibration). Two processes may publish the same page
+ * with slightly different keys and values, as processors round differently. The first one stays.
+ *
+ * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
+ * It does not stop whoever can write to the store: authenticate values there.
+ *
+ * Example:
+ *     tkv_prefix_params p = {0};
+ *     p.seq = 1, p.spare = 2, p.tokens = prompt, p.n_tokens = n, p.model = name, p.model_bytes = strlen(name);
+ *     st = tkv_seq_adopt_prefix(kv, &p, &store, &info);   // then append prompt[info.n_tokens], ...
+ *     st = tkv_seq_publish_prefix(kv, &p, &store, NULL);  // when the prompt was read */
+#define TKV_PAGE_TOKENS 256
+typedef struct tkv_prefix_hash {
+    unsigned char bytes[32];
+} tkv_prefix_hash;
+typedef struct tkv_prefix_extra { /* what a token stands for beside its number, such as an image */
+    int index;                    /* of the token; it decides the page */
+    const void *bytes;            /* [size], such as a hash of the image */
+    size_t size;
+} tkv_prefix_extra;
+typedef struct tkv_prefix_params { /* fill with zeros first */
+    int seq;                       /* publish: its tokens; adopt: an empty sequence */
+    int spare;                     /* another empty sequence, which the call needs meanwhile */
+    const int *tokens;             /* [n_tokens] token numbers, from the first one of the sequence on */
+    int n_tokens;
+    const void *model; /* bytes that name the model and its weights */
+    size_t model_bytes;
+    const void *salt; /* bytes of a tenant. Caches with another salt do not find its pages. May be NULL */
+    size_t salt_bytes;
+    const tkv_prefix_extra *extras; /* [n_extras] of the tokens */
+    int n_extras;
+} tkv_prefix_params;
+/* Callbacks. None may call the cache. */
+typedef struct tkv_prefix_store {
+    void *user;
+    /* Gives the values of n hashes, those of consecutive pages. bytes[i]: at any address, valid until the next call
+     * of the store. Returns how many of the first ones it has. Every failure is a 0. */
+    int (*get)(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes);
+    /* Keeps a copy of a value. Returns 0; else the page is not in the store. */
+    int (*put)(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size);
+    /* (may be NULL) returns 1 if the store has a value. */
+    int (*has)(void *user, const tkv_prefix_hash *hash);
+} tkv_prefix_store;
+typedef struct tkv_prefix_info {
+    int n_tokens; /* publish: tokens in pages that were on their path; adopt: tokens that the sequence has now */
+    int n_pages;    /* these pages */
+    int n_put;      /* publish: pages that the store did not have, and took */
+    int n_rejected; /* adopt: values that were wrong (0 or 1); publish: pages that the store did not take */
+    size_t bytes;   /* of values that were put or adopted */
+} tkv_prefix_info;
+/* Computes the hash of the first n_pages pages of p->tokens; n_pages 0: that of the cache. seq and spare are not used.
+ * Errors:
+ *   TKV_ERR_STATE         a table is missing or is still being learned
+ *   TKV_ERR_UNSUPPORTED   layers with a window, with other numbers of sinks or in SQUAT; anchors; TKV_NO_SAVE or
+ *                         TKV_NO_MOVES
+ *   TKV_ERR_CAPACITY      more tokens than max_tokens
+ *   TKV_ERR_ARG           n_pages is negative or more than the tokens have; a number is negative; bytes are missing
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET   no memory for a table meanwhile
+ * Cost: O(bytes of tables) for the cache, then O(tokens). */
+TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p, int n_pages,
+                                       tkv_prefix_hash *out);
+/* Puts the pages of a sequence into a store, from the first one on, until a page has tokens in the hot tail, or tokens
+ * that were evicted, removed, moved or coded at another level of the budget. A page that the store has is not put
+ * again.
+ *   out   (may be NULL) receives what was done
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (spare is not empty, a step is open), TKV_ERR_ARG (no such
+ * sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save. The sequence is unchanged.
+ * Cost: that of tkv_get_prefix_hash, and O(bytes) of the pages that are put. It takes memory for one page. */
+TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params *p,
+                                          const tkv_prefix_store *store, tkv_prefix_info *out);
+/* Takes the longest prefix of p->tokens that a store has into an empty sequence. Values are verified and compared with
+ * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
+ * a hybrid model the prefix ends where every stateful layer has its state.
+ *   out   (may be NULL) receives what was found: append the tokens from out->n_tokens on
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty, a step is open), TKV_ERR_ARG (no such
+ * sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
+ * Cost: O(tokens) hashes and O(bytes of values). */
+TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
+                                        const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than
@@ -4661,6 +4757,95 @@ static uint64_t tkvi_xxh64_end(const tkvi_xxh64_sum *s) {
 }
 
 #endif /* TKVI_CORE_CHECKSUM_H */
+/* ======== core/sha256.h ======== */
+/*
+ * core/sha256.h - SHA-256, which names prefixes by their content (persist/prefix.h). Its words are big-endian, so the
+ * hash is the same on every machine.
+ *
+ * Source: FIPS 180-4, sections 4.1.2, 4.2.2, 5.1.1, 5.3.3 and 6.2.
+ */
+#ifndef TKVI_CORE_SHA256_H
+#define TKVI_CORE_SHA256_H
+
+
+typedef struct tkvi_sha256 {
+    uint32_t h[8];
+    uint64_t n; /* bytes so far */
+    uint8_t chunk[64];
+} tkvi_sha256;
+
+static const uint32_t tkvi_sha256_k[64] = {
+    0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u, 0xab1c5ed5u,
+    0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu, 0x9bdc06a7u, 0xc19bf174u,
+    0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu, 0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau,
+    0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u, 0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u,
+    0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu, 0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u,
+    0xa2bfe8a1u, 0xa81a664bu, 0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u,
+    0x19a4c116u, 0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
+    0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u, 0xc67178f2u};
+
+static uint32_t tkvi_rotate_right(uint32_t x, int by) { return x >> by | x << (32 - by); }
+
+static void tkvi_sha256_chunk(tkvi_sha256 *s) {
+    uint32_t w[64], v[8];
+    int i, j;
+    for (i = 0; i < 16; i++) {
+        const uint8_t *p = s->chunk + 4 * i;
+        w[i] = (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
+    }
+    for (; i < 64; i++) {
+        const uint32_t a = w[i - 15], b = w[i - 2];
+        w[i] = (tkvi_rotate_right(b, 17) ^ tkvi_rotate_right(b, 19) ^ b >> 10) + w[i - 7] +
+               (tkvi_rotate_right(a, 7) ^ tkvi_rotate_right(a, 18) ^ a >> 3) + w[i - 16];
+    }
+    memcpy(v, s->h, sizeof v);
+    for (i = 0; i < 64; i++) {
+        const uint32_t e = v[4], a = v[0];
+        const uint32_t t1 = v[7] +
+                            (tkvi_rotate_right(e, 6) ^ tkvi_rotate_right(e, 11) ^ tkvi_rotate_right(e, 25)) +
+                            ((e & v[5]) ^ (~e & v[6])) + tkvi_sha256_k[i] + w[i];
+        const uint32_t t2 = (tkvi_rotate_right(a, 2) ^ tkvi_rotate_right(a, 13) ^ tkvi_rotate_right(a, 22)) +
+                            ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2]));
+        for (j = 7; j > 0; j--) v[j] = v[j - 1];
+        v[4] += t1;
+        v[0] = t1 + t2;
+    }
+    for (i = 0; i < 8; i++) s->h[i] += v[i];
+}
+
+static tkvi_sha256 tkvi_sha256_begin(void) {
+    static const uint32_t start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                      0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+    tkvi_sha256 s;
+    memset(&s, 0, sizeof s);
+    memcpy(s.h, start, sizeof start);
+    return s;
+}
+
+static void tkvi_sha256_add(tkvi_sha256 *s, const void *bytes, size_t n) {
+    const uint8_t *p = (const uint8_t *)bytes;
+    while (n) {
+        const size_t at = (size_t)(s->n % 64), take = n < 64 - at ? n : 64 - at;
+        memcpy(s->chunk + at, p, take);
+        s->n += take;
+        p += take;
+        n -= take;
+        if (s->n % 64 == 0) tkvi_sha256_chunk(s);
+    }
+}
+
+static void tkvi_sha256_end(tkvi_sha256 *s, uint8_t out[32]) {
+    static const uint8_t padding[64] = {0x80};
+    const uint64_t bits = 8 * s->n;
+    uint8_t length[8];
+    int i;
+    for (i = 0; i < 8; i++) length[i] = (uint8_t)(bits >> (56 - 8 * i) & 255);
+    tkvi_sha256_add(s, padding, (size_t)((119 - s->n % 64) % 64 + 1));
+    tkvi_sha256_add(s, length, 8);
+    for (i = 0; i < 32; i++) out[i] = (uint8_t)(s->h[i / 4] >> (24 - 8 * (i % 4)) & 255);
+}
+
+#endif /* TKVI_CORE_SHA256_H */
 /* ======== core/log_scale.h ======== */
 /*
  * core/log_scale.h - scales in one byte: 16 steps to the octave, 16 octaves, and zero.
@@ -47115,6 +47300,479 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
 }
 
 #endif /* TKVI_PERSIST_LOAD_H */
+/* ======== persist/prefix.h ======== */
+/*
+ * persist/prefix.h - prefixes by content: tkv_seq_publish_prefix puts the pages of a sequence into a store of the
+ * caller's, tkv_seq_adopt_prefix takes them out again, in another cache, process or machine.
+ *
+ *     root       what decides the bytes of pages: model, geometry, RoPE, options, formats, tables, the caller's salt
+ *     page i     tokens sinks + 256 i .. sinks + 256 (i + 1) - 1; page 0 has the sinks too
+ *     hash[i]    SHA-256 of hash[i - 1], the tokens of page i, and its extras; hash[-1] is the root
+ *     value      of hash[i]: page i as a saved sequence (persist/saved.h) whose model is hash[i] and whose tokens are
+ *                | i | number of stateful layers | tokens of the page |
+ *
+ * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
+ * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the
+ * prefix before it.
+ *
+ * Only pages whose blocks have left the hot tail on the path of the plan are published: hot, warm, archive, with the
+ * table in the root, no token evicted, removed or moved. So the bytes of a page follow from its hash, but for the last
+ * bits of the model's keys and values. The tier that a page has when it is published depends on its age.
+ */
+#ifndef TKVI_PERSIST_PREFIX_H
+#define TKVI_PERSIST_PREFIX_H
+
+
+#define TKVI_HAS_PREFIXES (TKVI_HAS_SAVE && TKVI_HAS_MOVES)
+#define TKVI_PAGE_HEAD 2 /* numbers before the tokens of a value */
+#define TKVI_PAGES_AT_ONCE 8
+#define TKVI_PREFIX_VERSION 1
+enum { TKVI_MOST_PAGE = TKV_PAGE_TOKENS + TKVI_BLOCK }; /* tokens of page 0, with the sinks */
+
+typedef struct tkvi_prefix {
+    tkv_cache *kv;
+    const tkv_prefix_params *p;
+    const tkv_prefix_store *store;
+    tkv_prefix_info info;
+    tkv_prefix_hash hash; /* of the page before `page` */
+    int sinks, page;      /* page: the next one */
+    int tokens[TKVI_PAGE_HEAD + TKVI_MOST_PAGE];
+    tkvi_scratch scratch;
+} tkvi_prefix;
+
+static int tkvi_page_start(const tkvi_prefix *x, int page) {
+    return page ? x->sinks + TKV_PAGE_TOKENS * page : 0;
+}
+static int tkvi_page_end(const tkvi_prefix *x, int page) { return x->sinks + TKV_PAGE_TOKENS * (page + 1); }
+
+/* Pages that the tokens of the call have. */
+static int tkvi_n_pages(const tkvi_prefix *x) {
+    return tkvi_max(0, x->p->n_tokens - x->sinks) / TKV_PAGE_TOKENS;
+}
+
+static int tkvi_is_empty_seq(const tkv_cache *kv, int seq) {
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (tkvi_list_of(kv, seq, layer)->len) return 0;
+    return !TKVI_HAS_STATES || !kv->states.list[seq].n;
+}
+
+/* >>hashes */
+/* Adds a field with its length, so that no two lists of fields are the same bytes. */
+static void tkvi_hash_field(tkvi_sha256 *s, const void *bytes, size_t n) {
+    uint8_t length[8];
+    tkvi_store64(length, (uint64_t)n);
+    tkvi_sha256_add(s, length, 8);
+    tkvi_sha256_add(s, bytes, n);
+}
+
+static void tkvi_hash_number(tkvi_sha256 *s, int x) {
+    uint8_t at[4];
+    tkvi_store32(at, (uint32_t)x);
+    tkvi_hash_field(s, at, 4);
+}
+
+/* Adds what decides the bytes of a layer's blocks. room: of the largest table. */
+static void tkvi_hash_layer(tkvi_sha256 *s, const tkv_cache *kv, int layer, uint8_t *room) {
+    const tkvi_plan *p = &kv->tables.plan[layer];
+    const tkvi_tier_spec *spec;
+    uint8_t at[12];
+    int tier;
+    tkvi_hash_number(s, p->stored_layer);
+    if (p->stored_layer != layer) return;
+    spec = &tkvi_tier_specs_of(&kv->tables, layer)[0];
+    tkvi_store_geometry(at, &p->geometry);
+    tkvi_hash_field(s, at, 12);
+    tkvi_store64(at, tkvi_rope_hash(p->rope));
+    tkvi_hash_field(s, at, 8);
+    tkvi_hash_number(s, p->sink);
+    tkvi_hash_number(s, spec->warm > 0);
+    for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+        const tkv_format_pair pair = kv->tables.layout[spec->layout[tier]].pair;
+        tkvi_hash_number(s, (int)pair.k);
+        tkvi_hash_number(s, (int)pair.v);
+    }
+    tkvi_hash_number(s, tkvi_table_parts(kv, layer));
+    if (tkvi_table_parts(kv, layer)) {
+        const uint8_t *end =
+            tkvi_save_table(kv, layer, kv->tables.current_version[layer], tkvi_table_parts(kv, layer), room);
+        tkvi_hash_field(s, room, (size_t)(end - room));
+    }
+}
+
+static void tkvi_hash_root(tkvi_prefix *x, uint8_t *room) {
+    static const char name[] = "tieredkv prefix";
+    const tkv_cache *kv = x->kv;
+    tkvi_sha256 s = tkvi_sha256_begin();
+    int i;
+    tkvi_hash_field(&s, name, sizeof name);
+    tkvi_hash_number(&s, TKVI_PREFIX_VERSION);
+    tkvi_hash_number(&s, TKVI_SAVED_VERSION);
+    tkvi_hash_field(&s, x->p->model, x->p->model_bytes);
+    tkvi_hash_field(&s, x->p->salt, x->p->salt_bytes);
+    for (i = 0; i < TKVI_OPTIONS; i++)
+        tkvi_hash_number(&s, tkvi_member_int(&kv->tables.cfg.format, tkvi_option_rows[i].offset));
+    tkvi_hash_number(&s, kv->tables.cfg.model.n_layers);
+    for (i = 0; i < kv->tables.cfg.model.n_layers; i++) tkvi_hash_layer(&s, kv, i, room);
+    tkvi_sha256_end(&s, x->hash.bytes);
+}
+
+/* The hash of a page. before: that of the page before it. */
+static tkv_prefix_hash tkvi_hash_page(const tkvi_prefix *x, const tkv_prefix_hash *before, int page) {
+    const int start = tkvi_page_start(x, page), end = tkvi_page_end(x, page);
+    tkvi_sha256 s = tkvi_sha256_begin();
+    tkv_prefix_hash out;
+    uint8_t at[4];
+    int i;
+    tkvi_hash_field(&s, before->bytes, sizeof before->bytes);
+    tkvi_hash_number(&s, end - start);
+    for (i = start; i < end; i++) {
+        tkvi_store32(at, (uint32_t)x->p->tokens[i]);
+        tkvi_sha256_add(&s, at, 4);
+    }
+    for (i = 0; i < x->p->n_extras; i++) {
+        const tkv_prefix_extra *e = &x->p->extras[i];
+        if (e->index < start || e->index >= end) continue;
+        tkvi_hash_number(&s, e->index);
+        tkvi_hash_field(&s, e->bytes, e->size);
+    }
+    tkvi_sha256_end(&s, out.bytes);
+    return out;
+}
+
+/* >>the path of the plan */
+/* 1 if an entry has all tokens of its block, on the path of the plan. is_sinks: the block is that of the sinks. */
+static int tkvi_is_on_path(const tkv_cache *kv, int layer, const tkvi_entry *e, int tokens, int is_sinks) {
+    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[0];
+    const tkvi_block *b = &kv->pool.block[e->block];
+    const int version = kv->tables.current_version[layer];
+    const int warm = spec->layout[TKV_TIER_WARM] + (spec->needs_table[TKV_TIER_WARM] ? version : 0),
+              archive = spec->layout[TKV_TIER_ARCHIVE] + (spec->needs_table[TKV_TIER_ARCHIVE] ? version : 0);
+    if (e->evicted_mask || e->n_packed || e->first_slot || e->end_slot || e->has_anchors || e->turned ||
+        tkvi_is_discarded(b))
+        return 0;
+    if (is_sinks) return b->layout == kv->tables.plan[layer].sink_layout;
+    if (tokens != TKVI_BLOCK || e->sink_mask) return 0;
+    if (b->layout == archive)
+        return kv->tables.n_levels == 1 || !spec->warm || b->previous_layout == warm + 1;
+    return spec->warm > 0 && b->layout == warm;
+}
+
+/* 1 if a sequence has the tokens first .. end - 1 as blocks on the path of the plan, in all layers. ahead: positions of
+ * its tokens less their indices. */
+static int tkvi_has_page(const tkv_cache *kv, int seq, int first, int end, int ahead) {
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int at = first;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        for (i = 0; i < list->n && at < end; i++) {
+            const int start = tkvi_block_start(kv, ids, i), tokens = tkvi_block_end(kv, list, ids, i) - start,
+                      is_sinks = i < list->sinks;
+            if (start < at) continue;
+            if (start != at || kv->pool.entry[ids[i]].shift != ahead ||
+                !tkvi_is_on_path(kv, layer, &kv->pool.entry[ids[i]], tokens, is_sinks))
+                return 0;
+            at += tokens;
+        }
+        if (at != end) return 0;
+    }
+    return 1;
+}
+
+/* Copies the states that src has after n tokens to dst, as those after n_there tokens. */
+static tkv_status tkvi_copy_states(tkvi_prefix *x, int src, int n, int dst, int n_there) {
+    tkv_cache *kv = x->kv;
+    tkv_status st = TKV_OK;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st && TKVI_HAS_STATES; layer++) {
+        uint8_t *bytes;
+        size_t size = 0;
+        if (tkv_seq_get_state(kv, src, layer, n, NULL, 0, &size)) continue;
+        st = tkvi_take_scratch(&x->scratch, size, &bytes);
+        if (!st) st = tkv_seq_get_state(kv, src, layer, n, bytes, size, NULL);
+        if (!st) st = tkv_seq_put_state(kv, dst, layer, n_there, bytes, size);
+        tkvi_give_back(&x->scratch, 0);
+    }
+    return st;
+}
+
+/* Empties the spare sequence. Returns st, whose sentence stays. */
+static tkv_status tkvi_empty_spare(const tkvi_prefix *x, tkv_status st) {
+    tkvi_clear_seq(x->kv, x->p->spare);
+    tkvi_shrink_index(x->kv, x->p->spare);
+    return st;
+}
+
+/* >>publish */
+/* Saves the page in the spare sequence and puts it into the store. A store that fails keeps nothing. */
+static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int tokens) {
+    tkv_save_params save;
+    uint8_t *bytes = NULL;
+    size_t n = 0;
+    tkv_status st;
+    memset(&save, 0, sizeof save);
+    save.seq = x->p->spare;
+    save.model = hash->bytes;
+    save.model_bytes = sizeof hash->bytes;
+    save.tokens = x->tokens;
+    save.n_tokens = TKVI_PAGE_HEAD + tokens;
+    st = tkv_seq_save(x->kv, &save, NULL, 0, &n);
+    if (!st) st = tkvi_take_scratch(&x->scratch, n, &bytes);
+    if (!st) st = tkv_seq_save(x->kv, &save, bytes, n, NULL);
+    if (!st) {
+        const int failed = x->store->put(x->store->user, hash, bytes, n);
+        x->info.n_put += !failed;
+        x->info.bytes += failed ? 0 : n;
+        x->info.n_rejected += failed != 0;
+    }
+    tkvi_give_back(&x->scratch, 0);
+    return st;
+}
+
+static tkv_status tkvi_publish_page(tkvi_prefix *x, const tkv_prefix_hash *hash) {
+    const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page), tokens = end - first;
+    tkv_status st = tkv_seq_copy(x->kv, x->p->seq, first, end, x->p->spare, first);
+    x->tokens[0] = x->page;
+    x->tokens[1] = TKVI_HAS_STATES ? x->kv->states.n_stateful : 0;
+    memcpy(x->tokens + TKVI_PAGE_HEAD, x->p->tokens + first, (size_t)tokens * sizeof *x->tokens);
+    if (!st) st = tkvi_copy_states(x, x->p->seq, end, x->p->spare, tokens);
+    if (!st) st = tkvi_put_page(x, hash, tokens);
+    return tkvi_empty_spare(x, st);
+}
+
+static tkv_status tkvi_publish(tkvi_prefix *x) {
+    tkv_status st = TKV_OK;
+    for (; x->page < tkvi_n_pages(x) && !st; x->page++) {
+        const int end = tkvi_page_end(x, x->page);
+        const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
+        if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0)) break;
+        if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
+        x->hash = hash;
+        if (st) break;
+        x->info.n_pages++;
+        x->info.n_tokens = end;
+    }
+    return st;
+}
+
+/* >>adopt */
+static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
+    while (n > 0 && *a == *b) a++, b++, n--;
+    return n <= 0;
+}
+
+/* 1 if the spare sequence has the page, and the caller's tokens. */
+static int tkvi_is_page(const tkvi_prefix *x, const tkv_load_info *info) {
+    const int first = tkvi_page_start(x, x->page), tokens = tkvi_page_end(x, x->page) - first;
+    return info->n_saved_tokens == TKVI_PAGE_HEAD + tokens && x->tokens[0] == x->page && x->tokens[1] >= 0 &&
+           memcmp(x->tokens + TKVI_PAGE_HEAD, x->p->tokens + first, (size_t)tokens * sizeof *x->tokens) ==
+               0 &&
+           tkv_get_length(x->kv, x->p->spare, TKV_ALL_LAYERS) == tokens &&
+           tkvi_has_page(x->kv, x->p->spare, 0, tokens, first);
+}
+
+/* Loads a value into the spare sequence, and joins its blocks to the sequence. *is_miss: 1 if the value is wrong. */
+static tkv_status tkvi_adopt_page(tkvi_prefix *x, const tkv_prefix_hash *hash, const void *bytes, size_t size,
+                                  int *is_miss) {
+    const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page);
+    tkv_load_params load;
+    tkv_load_info info;
+    tkv_status st;
+    memset(&load, 0, sizeof load);
+    memset(&info, 0, sizeof info);
+    load.seq = x->p->spare;
+    load.model = hash->bytes;
+    load.model_bytes = sizeof hash->bytes;
+    load.tokens = x->tokens;
+    load.token_capacity = TKVI_PAGE_HEAD + end - first;
+    st = tkv_seq_load(x->kv, &load, bytes, size, &info);
+    *is_miss = st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_CAPACITY || info.n_recoded > 0 ||
+               (!st && !tkvi_is_page(x, &info));
+    if (!st && !*is_miss) st = tkv_seq_copy(x->kv, x->p->spare, first, TKV_UNLIMITED, x->p->seq, first);
+    if (!st && !*is_miss) st = tkvi_copy_states(x, x->p->spare, end - first, x->p->seq, end);
+    return tkvi_empty_spare(x, st);
+}
+
+/* Gives the adopted entries the tiers of their blocks. Tiers never get colder towards newer tokens: pages can have been
+ * published at other ages. */
+static void tkvi_give_tiers(tkv_cache *kv, int seq) {
+    int layer, i;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int tier = TKV_TIER_ARCHIVE;
+        list->archive = list->warm = 0;
+        for (i = list->sinks; i < list->n; i++) {
+            tier = tkvi_min(tier, tkvi_block_of(kv, ids[i])->tier);
+            kv->pool.entry[ids[i]].tier = (uint8_t)tier;
+            list->archive += tier == TKV_TIER_ARCHIVE;
+            list->warm += tier == TKV_TIER_WARM;
+        }
+        list->chunk_start = list->step_len = list->len;
+    }
+}
+
+/* Asks the store for the next pages. Returns how many it gave. */
+static int tkvi_get_pages(const tkvi_prefix *x, tkv_prefix_hash *hash, const void **bytes, size_t *size) {
+    const int n = tkvi_min(TKVI_PAGES_AT_ONCE, tkvi_n_pages(x) - x->page);
+    int i, n_got;
+    for (i = 0; i < n; i++) hash[i] = tkvi_hash_page(x, i ? &hash[i - 1] : &x->hash, x->page + i);
+    n_got = n > 0 ? x->store->get(x->store->user, hash, n, bytes, size) : 0;
+    return n_got < 0 ? 0 : tkvi_min(n_got, n);
+}
+
+static tkv_status tkvi_adopt(tkvi_prefix *x) {
+    tkv_prefix_hash hash[TKVI_PAGES_AT_ONCE];
+    const void *bytes[TKVI_PAGES_AT_ONCE];
+    size_t size[TKVI_PAGES_AT_ONCE];
+    tkv_status st = TKV_OK;
+    int i, n, is_miss = 0, len;
+    do {
+        n = tkvi_get_pages(x, hash, bytes, size);
+        for (i = 0; i < n && !st && !is_miss; i++) {
+            if (!bytes[i]) is_miss = 1;
+            else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
+            x->info.n_rejected += is_miss && bytes[i];
+            if (st || is_miss) break;
+            x->info.bytes += size[i];
+            x->hash = hash[i];
+            x->page++;
+            len = tkvi_page_end(x, x->page - 1);
+            if (x->tokens[1] && (!TKVI_HAS_STATES || tkv_seq_find_state(x->kv, x->p->seq, len) != len))
+                continue;
+            x->info.n_pages = x->page;
+            x->info.n_tokens = len;
+        }
+    } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
+    if (is_miss) st = TKV_OK;
+    /* pages behind the last one where every stateful layer has its state are of no use */
+    if (tkv_get_length(x->kv, x->p->seq, TKV_ALL_LAYERS) > x->info.n_tokens)
+        (void)tkv_seq_truncate(x->kv, x->p->seq, x->info.n_tokens);
+    tkvi_give_tiers(x->kv, x->p->seq);
+    return st;
+}
+
+/* >>calls */
+static tkv_status tkvi_check_path(tkv_cache *kv) {
+    const tkvi_plan *first = NULL;
+    int layer;
+    if (kv->tables.cfg.tiers.n_anchors)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "set tiers.n_anchors to 0: pages have no anchors", 0, NULL);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_plan *p = &kv->tables.plan[layer];
+        if (p->stored_layer != layer) continue;
+        if (!first) first = p;
+        if (p->sink != first->sink)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "pages need as many sinks as in layer 0: layer", layer,
+                             "");
+        if (p->kept_window)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "pages expire with a window: layer", layer, "");
+        if (p->query_parts)
+            return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                             "SQUAT depends on queries, so pages cannot be shared: layer", layer, "");
+        if (tkvi_table_parts(kv, layer) &&
+            (!tkvi_has_table(kv, layer) || (kv->stats.tokens_seen && kv->stats.tokens_seen[layer] >= 0)))
+            return tkvi_fail(kv, TKV_ERR_STATE,
+                             "load a calibration, or freeze what was learned: tables still change in layer",
+                             layer, "");
+    }
+    return TKV_OK;
+}
+
+static tkv_status tkvi_check_prefix_seqs(tkv_cache *kv, const tkv_prefix_params *p, int is_adopted) {
+    int i;
+    for (i = 0; i < 2; i++) {
+        const int seq = i ? p->spare : p->seq;
+        if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
+        if (kv->seq[seq].in_step)
+            return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq,
+                             "");
+    }
+    if (p->seq == p->spare) return tkvi_fail(kv, TKV_ERR_ARG, "seq and spare are both sequence", p->seq, "");
+    for (i = !is_adopted; i < 2; i++) {
+        const int seq = i ? p->spare : p->seq;
+        if (!tkvi_is_empty_seq(kv, seq))
+            return tkvi_fail(kv, TKV_ERR_STATE, "reset it first: tokens or states are in sequence", seq, "");
+    }
+    return TKV_OK;
+}
+
+static tkv_status tkvi_check_prefix_params(tkv_cache *kv, const tkv_prefix_params *p) {
+    if ((p->model_bytes && !p->model) || (p->salt_bytes && !p->salt) || p->n_tokens < 0 ||
+        (p->n_tokens && !p->tokens) || p->n_extras < 0 || (p->n_extras && !p->extras))
+        return tkvi_fail(kv, TKV_ERR_ARG, "model, salt, tokens or extras are missing, or a number is below 0",
+                         0, NULL);
+    if (p->n_tokens > kv->tables.cfg.limits.max_tokens)
+        return tkvi_fail(kv, TKV_ERR_CAPACITY, "n_tokens is more than max_tokens", 0, NULL);
+    return TKV_OK;
+}
+
+/* Makes the root. The parameters were checked. */
+static tkv_status tkvi_begin_prefix(tkvi_prefix *x, tkv_cache *kv, const tkv_prefix_params *p) {
+    uint8_t *room = NULL;
+    tkv_status st = tkvi_check_path(kv);
+    int layer;
+    memset(x, 0, sizeof *x);
+    if (st) return st;
+    x->kv = kv;
+    x->p = p;
+    x->scratch = tkvi_scratch_of(kv, NULL, 0);
+    for (layer = kv->tables.cfg.model.n_layers - 1; layer >= 0; layer--)
+        if (kv->tables.plan[layer].stored_layer == layer) x->sinks = kv->tables.plan[layer].sink;
+    st = tkvi_take_scratch(&x->scratch, tkvi_room_for_piece(kv), &room);
+    if (!st) tkvi_hash_root(x, room);
+    tkvi_give_back(&x->scratch, 0);
+    return st;
+}
+
+TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p, int n_pages,
+                                       tkv_prefix_hash *out) {
+    tkvi_prefix x;
+    tkv_status st;
+    if (!kv || !p || !out) return TKV_ERR_ARG;
+    if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
+    st = tkvi_check_prefix_params(kv, p);
+    if (!st) st = tkvi_begin_prefix(&x, kv, p);
+    if (st) return st;
+    if (n_pages < 0 || n_pages > tkvi_n_pages(&x))
+        return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens has another number of pages; asked for", n_pages, "");
+    for (; x.page < n_pages; x.page++) x.hash = tkvi_hash_page(&x, &x.hash, x.page);
+    *out = x.hash;
+    return tkvi_ok(kv);
+}
+
+static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, const tkv_prefix_store *store,
+                                    tkv_prefix_info *out, int is_adopted) {
+    tkvi_prefix x;
+    tkv_status st;
+    if (out) memset(out, 0, sizeof *out);
+    if (!kv || !p || !store) return TKV_ERR_ARG;
+    if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
+    st = tkvi_check_prefix_params(kv, p);
+    if (!st && (is_adopted ? !store->get : !store->put))
+        st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);
+    if (!st) st = tkvi_check_prefix_seqs(kv, p, is_adopted);
+    if (!st) st = tkvi_begin_prefix(&x, kv, p);
+    if (st) return st;
+    x.store = store;
+    st = is_adopted ? tkvi_adopt(&x) : tkvi_publish(&x);
+    if (out) *out = x.info;
+    return st ? st : tkvi_ok(kv);
+}
+
+TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params *p,
+                                          const tkv_prefix_store *store, tkv_prefix_info *out) {
+    return tkvi_share_prefix(kv, p, store, out, 0);
+}
+
+TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
+                                        const tkv_prefix_store *store, tkv_prefix_info *out) {
+    return tkvi_share_prefix(kv, p, store, out, 1);
+}
+
+#endif /* TKVI_PERSIST_PREFIX_H */
 /* ======== persist/end.h ======== */
 /*
  * persist/end.h - the last part: undefines internal macros that would otherwise reach the program that includes the

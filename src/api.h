@@ -1146,6 +1146,94 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
 typedef int (*tkv_read_bytes)(void *user, size_t at, void *bytes, size_t size);
 TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
                                      tkv_read_bytes read, void *user, tkv_load_info *out);
+
+/* >>prefixes. A prompt that many sequences, processes or machines share is read once. A store of the caller's has its
+ * pages by the hash of their content: page 0 is the sinks and 256 tokens, each other page 256 tokens. A page is 4
+ * blocks of each layer as they lie, and the states behind it.
+ *
+ *     hash of page i = SHA-256 of the hash of page i - 1, the tokens of page i and its extras
+ *     hash before page 0 = SHA-256 of model, salt, geometry, RoPE, options, formats and tables of this cache
+ *
+ * Each page is found only with the tables that coded it: load the same calibration into all caches
+ * (tkv_load_calibration), or freeze what was learned (tkv_freeze_calibration). Two processes may publish the same page
+ * with slightly different keys and values, as processors round differently. The first one stays.
+ *
+ * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
+ * It does not stop whoever can write to the store: authenticate values there.
+ *
+ * Example:
+ *     tkv_prefix_params p = {0};
+ *     p.seq = 1, p.spare = 2, p.tokens = prompt, p.n_tokens = n, p.model = name, p.model_bytes = strlen(name);
+ *     st = tkv_seq_adopt_prefix(kv, &p, &store, &info);   // then append prompt[info.n_tokens], ...
+ *     st = tkv_seq_publish_prefix(kv, &p, &store, NULL);  // when the prompt was read */
+#define TKV_PAGE_TOKENS 256
+typedef struct tkv_prefix_hash {
+    unsigned char bytes[32];
+} tkv_prefix_hash;
+typedef struct tkv_prefix_extra { /* what a token stands for beside its number, such as an image */
+    int index;                    /* of the token; it decides the page */
+    const void *bytes;            /* [size], such as a hash of the image */
+    size_t size;
+} tkv_prefix_extra;
+typedef struct tkv_prefix_params { /* fill with zeros first */
+    int seq;                       /* publish: its tokens; adopt: an empty sequence */
+    int spare;                     /* another empty sequence, which the call needs meanwhile */
+    const int *tokens;             /* [n_tokens] token numbers, from the first one of the sequence on */
+    int n_tokens;
+    const void *model; /* bytes that name the model and its weights */
+    size_t model_bytes;
+    const void *salt; /* bytes of a tenant. Caches with another salt do not find its pages. May be NULL */
+    size_t salt_bytes;
+    const tkv_prefix_extra *extras; /* [n_extras] of the tokens */
+    int n_extras;
+} tkv_prefix_params;
+/* Callbacks. None may call the cache. */
+typedef struct tkv_prefix_store {
+    void *user;
+    /* Gives the values of n hashes, those of consecutive pages. bytes[i]: at any address, valid until the next call
+     * of the store. Returns how many of the first ones it has. Every failure is a 0. */
+    int (*get)(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes);
+    /* Keeps a copy of a value. Returns 0; else the page is not in the store. */
+    int (*put)(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size);
+    /* (may be NULL) returns 1 if the store has a value. */
+    int (*has)(void *user, const tkv_prefix_hash *hash);
+} tkv_prefix_store;
+typedef struct tkv_prefix_info {
+    int n_tokens; /* publish: tokens in pages that were on their path; adopt: tokens that the sequence has now */
+    int n_pages;    /* these pages */
+    int n_put;      /* publish: pages that the store did not have, and took */
+    int n_rejected; /* adopt: values that were wrong (0 or 1); publish: pages that the store did not take */
+    size_t bytes;   /* of values that were put or adopted */
+} tkv_prefix_info;
+/* Computes the hash of the first n_pages pages of p->tokens; n_pages 0: that of the cache. seq and spare are not used.
+ * Errors:
+ *   TKV_ERR_STATE         a table is missing or is still being learned
+ *   TKV_ERR_UNSUPPORTED   layers with a window, with other numbers of sinks or in SQUAT; anchors; TKV_NO_SAVE or
+ *                         TKV_NO_MOVES
+ *   TKV_ERR_CAPACITY      more tokens than max_tokens
+ *   TKV_ERR_ARG           n_pages is negative or more than the tokens have; a number is negative; bytes are missing
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET   no memory for a table meanwhile
+ * Cost: O(bytes of tables) for the cache, then O(tokens). */
+TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p, int n_pages,
+                                       tkv_prefix_hash *out);
+/* Puts the pages of a sequence into a store, from the first one on, until a page has tokens in the hot tail, or tokens
+ * that were evicted, removed, moved or coded at another level of the budget. A page that the store has is not put
+ * again.
+ *   out   (may be NULL) receives what was done
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (spare is not empty, a step is open), TKV_ERR_ARG (no such
+ * sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save. The sequence is unchanged.
+ * Cost: that of tkv_get_prefix_hash, and O(bytes) of the pages that are put. It takes memory for one page. */
+TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params *p,
+                                          const tkv_prefix_store *store, tkv_prefix_info *out);
+/* Takes the longest prefix of p->tokens that a store has into an empty sequence. Values are verified and compared with
+ * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
+ * a hybrid model the prefix ends where every stateful layer has its state.
+ *   out   (may be NULL) receives what was found: append the tokens from out->n_tokens on
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty, a step is open), TKV_ERR_ARG (no such
+ * sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
+ * Cost: O(tokens) hashes and O(bytes of values). */
+TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
+                                        const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
  * reset. Its memory goes back to the allocator: the total is then within a page for each block size of that of a fresh
  * cache with the same tokens. Learned tables and statistics stay. With cfg.offload the block table ends no earlier than

@@ -36,6 +36,7 @@ extern "C" {
 #include "core/parts.h"
 #include "core/decimal.h"
 #include "core/checksum.h"
+#include "core/sha256.h"
 #include "core/log_scale.h"
 #include "core/rotate.h"
 #include "core/geometry.h"
@@ -153,6 +154,7 @@ extern "C" {
 #include "persist/place.h"
 #include "persist/load_cache.h"
 #include "persist/load.h"
+#include "persist/prefix.h"
 #include "persist/end.h"
 #ifdef __cplusplus
 }

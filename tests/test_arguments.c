@@ -659,6 +659,50 @@ static tkv_status try_load(rig *r, int with_callback, int seq, int capacity) {
                          : tkv_seq_load(r->kv, &p, "no file", 7, NULL);
 }
 
+static int get_nothing(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes) {
+    (void)user;
+    (void)hashes;
+    (void)n;
+    (void)bytes;
+    (void)sizes;
+    return 0;
+}
+
+static int put_nowhere(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
+    (void)user;
+    (void)hash;
+    (void)bytes;
+    (void)size;
+    return 0;
+}
+
+static tkv_status try_prefix(rig *r, int is_adopted, int seq, int spare, int n_tokens, int n_extras) {
+    static const int tokens[LENGTH];
+    tkv_prefix_params p;
+    tkv_prefix_store store;
+    memset(&p, 0, sizeof p);
+    memset(&store, 0, sizeof store);
+    store.get = get_nothing;
+    store.put = put_nowhere;
+    p.seq = seq;
+    p.spare = spare;
+    p.tokens = tokens;
+    p.n_tokens = n_tokens;
+    p.n_extras = n_extras;
+    return is_adopted ? tkv_seq_adopt_prefix(r->kv, &p, &store, NULL)
+                      : tkv_seq_publish_prefix(r->kv, &p, &store, NULL);
+}
+
+static tkv_status try_prefix_hash(rig *r, int n_tokens, int n_pages) {
+    static const int tokens[LENGTH];
+    tkv_prefix_params p;
+    tkv_prefix_hash hash;
+    memset(&p, 0, sizeof p);
+    p.tokens = tokens;
+    p.n_tokens = n_tokens;
+    return tkv_get_prefix_hash(r->kv, &p, n_pages, &hash);
+}
+
 static tkv_status read_token(rig *r, int seq, int layer, int index, int n) {
     return tkv_read_tokens(r->kv, seq, layer, &index, n, r->o.k, r->o.v);
 }
@@ -694,6 +738,15 @@ static void try_reading(rig *r) {
     EACH("tkv_seq_load", "token_capacity", EVERY, 1, "AAA***", try_load(r, 0, 0, x));
     EACH("tkv_seq_load_from", "seq", EVERY, SEQS, "AAAAAA", try_load(r, 1, x, 0));
     EACH("tkv_seq_load_from", "token_capacity", EVERY, 1, "AAA***", try_load(r, 1, 0, x));
+    EACH("tkv_seq_publish_prefix", "seq", EVERY, SEQS, "AAAAAA", try_prefix(r, 0, x, 1, 0, 0));
+    EACH("tkv_seq_publish_prefix", "spare", EVERY, SEQS, "AAAAAA", try_prefix(r, 0, 0, x, 0, 0));
+    EACH("tkv_seq_publish_prefix", "n_tokens", EVERY, MAX_TOKENS, "AAASCC", try_prefix(r, 0, 0, 1, x, 0));
+    EACH("tkv_seq_publish_prefix", "n_extras", EVERY, 1, "AAAAAA", try_prefix(r, 0, 0, 1, 0, x));
+    EACH("tkv_seq_adopt_prefix", "seq", EVERY, SEQS, "AAAAAA", try_prefix(r, 1, x, 1, 0, 0));
+    EACH("tkv_seq_adopt_prefix", "spare", EVERY, SEQS, "AAAAAA", try_prefix(r, 1, 0, x, 0, 0));
+    EACH("tkv_seq_adopt_prefix", "n_tokens", EVERY, MAX_TOKENS, "AAASCC", try_prefix(r, 1, 0, 1, x, 0));
+    EACH("tkv_get_prefix_hash", "n_tokens", EVERY, MAX_TOKENS, "AAA.CC", try_prefix_hash(r, x, 0));
+    EACH("tkv_get_prefix_hash", "n_pages", EVERY, 2, "******", try_prefix_hash(r, LENGTH, x));
 }
 
 /* >>tables and reports */

@@ -437,6 +437,38 @@ static void flip_bit(uint8_t *word, size_t next, int bit) {
 }
 
 /* Flips every set of 1, 2 or 3 bits in two words. The words are adjacent, or adjacent in a lane (32 bytes apart). */
+/* Vectors of NIST: "abc", the empty string, two blocks and a million letters a (FIPS 180-4 examples, CAVP). */
+TEST(sha256_vectors) {
+    static const struct {
+        const char *text, *hash;
+    } known[] = {
+        {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"},
+        {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"},
+        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"},
+        {"abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmnhijklmnoijklmnopjklmnopqklmnopqrlmnopqrsmno"
+         "pqrstnopqrstu",
+         "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1"},
+        {NULL, "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"}};
+    char hex[65];
+    uint8_t out[32];
+    size_t i, k, piece;
+    for (i = 0; i < sizeof known / sizeof known[0]; i++)
+        for (piece = 1; piece < 200; piece += 66) { /* in pieces of any length */
+            tkvi_sha256 s = tkvi_sha256_begin();
+            const size_t n = known[i].text ? strlen(known[i].text) : 1000000;
+            for (k = 0; k < n; k += piece) {
+                static char letters[200];
+                const size_t m = n - k < piece ? n - k : piece;
+                memset(letters, 'a', sizeof letters);
+                tkvi_sha256_add(&s, known[i].text ? known[i].text + k : letters, m);
+            }
+            tkvi_sha256_end(&s, out);
+            for (k = 0; k < 32; k++) snprintf(hex + 2 * k, 3, "%02x", (unsigned)out[k]);
+            CHECK_MSG(strcmp(hex, known[i].hash) == 0, "%d: %s", (int)i, hex);
+        }
+}
+
 TEST(xxh64_detects_flipped_bits) {
     enum { SIZE = 104 }; /* three rounds and a tail of one word */
     static const size_t distance[] = {8, 32};
@@ -896,6 +928,7 @@ int main(int argc, char **argv) {
     RUN(arena);
     RUN(xxh64_vectors);
     RUN(xxh64_detects_flipped_bits);
+    RUN(sha256_vectors);
     RUN(text_is_truncated);
     RUN(floats_read);
     RUN(floats_round_trip);

@@ -1,0 +1,604 @@
+/*
+ * test_prefix.c - tkv_get_prefix_hash, tkv_seq_publish_prefix, tkv_seq_adopt_prefix: the same bits in another cache, hashes
+ * that differ with all that decides bytes, wrong and hostile values, failed allocations, states.
+ */
+#include "sequences.h"
+
+enum { LAYERS = 3, SEQS = 4, VALUES = 64, TEXT = 3000, SINKS = 4 };
+
+static int tokens[TEXT];
+
+/* >>a store in memory */
+typedef struct kept_value {
+    tkv_prefix_hash hash;
+    unsigned char *bytes;
+    size_t n;
+} kept_value;
+
+typedef struct store {
+    kept_value value[VALUES];
+    int n, n_gets, n_asked,
+        fails;         /* fails: 1: put fails; 2: get claims more than was asked for; 3: less than 0 */
+    const void *given; /* not NULL: get gives these bytes for every hash */
+    size_t given_bytes;
+} store;
+
+static kept_value *find_value(store *s, const tkv_prefix_hash *hash) {
+    int i;
+    for (i = 0; i < s->n; i++)
+        if (memcmp(&s->value[i].hash, hash, sizeof *hash) == 0) return &s->value[i];
+    return NULL;
+}
+
+static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes) {
+    store *s = (store *)user;
+    int i;
+    s->n_gets++;
+    s->n_asked += n;
+    for (i = 0; i < n; i++) {
+        kept_value *v = find_value(s, &hashes[i]);
+        if (s->given) {
+            bytes[i] = s->given;
+            sizes[i] = s->given_bytes;
+            continue;
+        }
+        if (!v) break;
+        bytes[i] = v->bytes;
+        sizes[i] = v->n;
+    }
+    return s->fails == 2 && i == n ? n + 5 : s->fails == 3 ? -5 : i;
+}
+
+static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
+    store *s = (store *)user;
+    kept_value *v = &s->value[s->n];
+    if (s->fails == 1 || s->n == VALUES) return 1;
+    CHECK(!find_value(s, hash));
+    v->hash = *hash;
+    v->n = size;
+    v->bytes = (unsigned char *)malloc(size);
+    memcpy(v->bytes, bytes, size);
+    s->n++;
+    return 0;
+}
+
+static int store_has(void *user, const tkv_prefix_hash *hash) {
+    return find_value((store *)user, hash) != NULL;
+}
+
+static tkv_prefix_store store_of(store *s) {
+    tkv_prefix_store p;
+    p.user = s;
+    p.get = store_get;
+    p.put = store_put;
+    p.has = store_has;
+    return p;
+}
+
+static void empty_store(store *s) {
+    int i;
+    for (i = 0; i < s->n; i++) free(s->value[i].bytes);
+    memset(s, 0, sizeof *s);
+}
+
+/* >>caches */
+static tkv_prefix_params params_of(int seq, int n) {
+    tkv_prefix_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.spare = SEQS - 1;
+    p.tokens = tokens;
+    p.n_tokens = n;
+    p.model = "a model";
+    p.model_bytes = 7;
+    return p;
+}
+
+static tkv_config config_of(int has_tables) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    cfg.tiers.warm_tokens = 256;
+    if (!has_tables) return cfg;
+    cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    return cfg;
+}
+
+/* A cache whose tables, if it has some, are loaded from one that has read another text. */
+static tkv_cache *create_with_tables(const tkv_config *cfg) {
+    static unsigned char bytes[1 << 16];
+    tkv_cache *kv = create_cache(cfg);
+    static size_t n;
+    tkv_calibration_info info;
+    CHECK_EQ(tkv_get_calibration(kv, &info), TKV_OK);
+    if (cfg->tiers.warm.k != TKV_A40) return kv;
+    if (!n) {
+        CHECK_EQ(append_to_all_layers(kv, 0, 77, 600, 100), TKV_OK);
+        CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+        CHECK_EQ(tkv_save_calibration(kv, bytes, sizeof bytes, &n), TKV_OK);
+        tkv_destroy(kv);
+        kv = create_cache(cfg);
+    }
+    CHECK_EQ(tkv_load_calibration(kv, bytes, n), TKV_OK);
+    return kv;
+}
+
+static tkv_prefix_hash hash_after(tkv_cache *kv, const tkv_prefix_params *p, int n_pages) {
+    tkv_prefix_hash h;
+    memset(&h, 0, sizeof h);
+    CHECK_EQ(tkv_get_prefix_hash(kv, p, n_pages, &h), TKV_OK);
+    return h;
+}
+
+static int is_same_hash(tkv_prefix_hash a, tkv_prefix_hash b) { return memcmp(&a, &b, sizeof a) == 0; }
+
+/* >>the same bits */
+static void compare_sequences(tkv_cache *a, int seq_a, tkv_cache *b, int seq_b) {
+    snapshot x = snapshot_of_seq(a, seq_a), y = snapshot_of_seq(b, seq_b);
+    CHECK(x.n > 1000 && is_same_snapshot(&x, &y));
+    free_snapshot(&x);
+    free_snapshot(&y);
+}
+
+static void check_attention(tkv_cache *a, int seq_a, tkv_cache *b, int seq_b) {
+    float q[2 * KV_HEADS * DIM], x[2 * KV_HEADS * V_DIM], y[2 * KV_HEADS * V_DIM];
+    tkv_rng rng = tkv_rng_seed(5);
+    int layer;
+    for (layer = 0; layer < LAYERS; layer++) {
+        tkv_rng_fill(&rng, q, sizeof q / sizeof *q, 1.0);
+        CHECK_EQ(tkv_attend(a, seq_a, layer, q, 1, x), TKV_OK);
+        CHECK_EQ(tkv_attend(b, seq_b, layer, q, 1, y), TKV_OK);
+        CHECK_MSG(memcmp(x, y, sizeof x) == 0, "layer %d, %d tokens", layer, tkv_get_length(a, seq_a, 0));
+    }
+}
+
+/* One cache publishes, another adopts and goes on. A fork of the first that was cut where the prefix ends goes on too. */
+static void publish_and_adopt(int has_tables, int n) {
+    const tkv_config cfg = config_of(has_tables);
+    tkv_cache *a = create_with_tables(&cfg), *b = create_with_tables(&cfg);
+    tkv_prefix_params p = params_of(0, n);
+    tkv_prefix_info info;
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    int n_pages, layer;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, n, 128), TKV_OK);
+    for (layer = 0, n_pages = n; layer < LAYERS;
+         layer++) { /* the layer with most hot tokens, sinks among them, decides */
+        tkv_layer_info l;
+        CHECK_EQ(tkv_get_layer(a, 0, layer, &l), TKV_OK);
+        if ((n - l.tokens[TKV_TIER_HOT]) / TKV_PAGE_TOKENS < n_pages)
+            n_pages = (n - l.tokens[TKV_TIER_HOT]) / TKV_PAGE_TOKENS;
+    }
+    CHECK(n_pages >= n / TKV_PAGE_TOKENS - 1 && n_pages > 0);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, n_pages);
+    CHECK_EQ(info.n_put, n_pages);
+    CHECK_EQ(info.n_tokens, SINKS + TKV_PAGE_TOKENS * n_pages);
+    CHECK_EQ(info.n_rejected, 0);
+    CHECK_EQ(s.n, n_pages);
+    check_cache(a);
+    CHECK_EQ(tkv_get_length(a, p.spare, TKV_ALL_LAYERS), 0);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK); /* they are there */
+    CHECK_EQ(info.n_pages, n_pages);
+    CHECK_EQ(info.n_put, 0);
+    p.seq = 1;
+    CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, n_pages);
+    CHECK_EQ(info.n_tokens, SINKS + TKV_PAGE_TOKENS * n_pages);
+    CHECK_EQ(info.n_rejected, 0);
+    check_cache(b);
+    CHECK_EQ(tkv_get_length(b, 1, TKV_ALL_LAYERS), info.n_tokens);
+    CHECK_EQ(tkv_seq_fork(a, 0, 1, info.n_tokens), TKV_OK);
+    compare_sequences(a, 1, b, 1);
+    check_attention(a, 1, b, 1);
+    CHECK_EQ(tkv_seq_reset(a, 0), TKV_OK); /* its blocks are the fork's alone now, as in the other cache */
+    CHECK_EQ(append_to_all_layers(a, 1, 1, 600, 60), TKV_OK);
+    CHECK_EQ(append_to_all_layers(b, 1, 1, 600, 60), TKV_OK);
+    compare_sequences(a, 1, b, 1);
+    check_attention(a, 1, b, 1);
+    /* what was adopted and grew is published again: the first pages have the same hashes */
+    p.n_tokens = info.n_tokens + 600;
+    CHECK_EQ(tkv_seq_publish_prefix(b, &p, &callbacks, &info), TKV_OK);
+    CHECK(info.n_put > 0 && info.n_pages == n_pages + info.n_put);
+    check_cache(b);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+TEST(same_bits_without_tables) {
+    publish_and_adopt(0, 700);
+    publish_and_adopt(0, 2400); /* more pages than one question has */
+}
+TEST(same_bits_with_tables) {
+    publish_and_adopt(1, 700);
+    publish_and_adopt(1, 2400);
+}
+
+/* >>hashes */
+TEST(hashes_name_all_that_decides_bytes) {
+    const tkv_config cfg = config_of(0);
+    tkv_prefix_params p = params_of(0, TEXT), q;
+    tkv_prefix_extra extra[2];
+    tkv_cache *kv = create_cache(&cfg), *other;
+    tkv_prefix_hash root = hash_after(kv, &p, 0), page = hash_after(kv, &p, 1), third = hash_after(kv, &p, 3);
+    int i, *changed;
+    CHECK(!is_same_hash(root, page) && !is_same_hash(page, third));
+    other = create_cache(&cfg);
+    CHECK(is_same_hash(hash_after(other, &p, 0), root));
+    CHECK(is_same_hash(hash_after(other, &p, 3), third));
+    tkv_destroy(other);
+    q = p; /* fields do not run together */
+    q.salt = "b";
+    q.salt_bytes = 1;
+    CHECK(!is_same_hash(hash_after(kv, &q, 0), root));
+    q.model = "a mode";
+    q.model_bytes = 6;
+    q.salt = "lb";
+    q.salt_bytes = 2;
+    p.salt = "b";
+    p.salt_bytes = 1;
+    CHECK(!is_same_hash(hash_after(kv, &q, 0), hash_after(kv, &p, 0)));
+    p = params_of(0, TEXT);
+    for (i = 0; i < 3; i++) { /* a token changes its page and those behind it */
+        changed = &tokens[i == 0 ? 0 : i == 1 ? SINKS + 255 : SINKS + 256];
+        *changed += 1;
+        CHECK_EQ(is_same_hash(hash_after(kv, &p, 1), page), i == 2);
+        CHECK(!is_same_hash(hash_after(kv, &p, 3), third));
+        *changed -= 1;
+    }
+    extra[0].index = SINKS + 300;
+    extra[0].bytes = "cat";
+    extra[0].size = 3;
+    extra[1].index = TEXT - 1; /* of no page */
+    extra[1].bytes = "dog";
+    extra[1].size = 3;
+    p.extras = extra;
+    p.n_extras = 2;
+    CHECK(is_same_hash(hash_after(kv, &p, 1), page));
+    CHECK(!is_same_hash(hash_after(kv, &p, 2), hash_after(kv, &q, 2)));
+    CHECK(!is_same_hash(hash_after(kv, &p, 3), third));
+    tkv_destroy(kv);
+    p = params_of(0, 0);
+    for (i = 0; i < 8; i++) { /* what the cache is */
+        tkv_config c = cfg;
+        if (i == 0) c.model.head_dim = DIM + 2;
+        if (i == 1) c.model.n_layers = LAYERS + 1;
+        if (i == 2) c.model.rope.dim = 8, c.model.rope.base = 1e4f;
+        if (i == 3) c.tiers.archive.v = TKV_KIVI3;
+        if (i == 4) c.tiers.warm.k = TKV_Q8;
+        if (i == 5) c.tiers.sink_tokens = 8;
+        if (i == 6) c.format.group_size = 32;
+        if (i == 7) c.tiers.warm_tokens = TKV_OFF;
+        kv = create_cache(&c);
+        CHECK_MSG(!is_same_hash(hash_after(kv, &p, 0), root), "config %d", i);
+        tkv_destroy(kv);
+    }
+    { /* the ages of tiers decide no bytes of a tier */
+        tkv_config c = cfg;
+        c.tiers.hot_tokens = 128;
+        c.tiers.warm_tokens = 64;
+        c.limits.max_seqs = 2;
+        kv = create_cache(&c);
+        CHECK(is_same_hash(hash_after(kv, &p, 0), root));
+        tkv_destroy(kv);
+    }
+}
+
+/* The hash is the same on every machine and in later versions, until TKVI_PREFIX_VERSION changes. */
+TEST(golden_hash) {
+    const tkv_config cfg = config_of(0);
+    tkv_prefix_params p = params_of(0, TEXT);
+    tkv_cache *kv = create_cache(&cfg);
+    char hex[65];
+    int i;
+    tkv_prefix_hash h = hash_after(kv, &p, 2);
+    for (i = 0; i < 32; i++) snprintf(hex + 2 * i, 3, "%02x", (unsigned)h.bytes[i]);
+    CHECK_MSG(strcmp(hex, "90a16b0b873803f69be634febf21361a5c1cd69ecbad9d7ebf655548b7ce74a0") == 0, "%s",
+              hex);
+    tkv_destroy(kv);
+}
+
+/* >>wrong values */
+static int adopted_tokens(tkv_cache *kv, const tkv_prefix_params *p, const tkv_prefix_store *callbacks,
+                          int n_rejected) {
+    tkv_prefix_info info;
+    CHECK_EQ(tkv_seq_adopt_prefix(kv, p, callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_rejected, n_rejected);
+    CHECK_EQ(tkv_get_length(kv, p->seq, TKV_ALL_LAYERS), info.n_tokens);
+    CHECK_EQ(tkv_get_length(kv, p->spare, TKV_ALL_LAYERS), 0);
+    CHECK_EQ(tkv_seq_reset(kv, p->seq), TKV_OK);
+    return info.n_tokens;
+}
+
+TEST(wrong_values_end_the_prefix) {
+    const tkv_config cfg = config_of(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_prefix_params p = params_of(0, 1000), q;
+    static store s, foreign;
+    const tkv_prefix_store callbacks = store_of(&s), others = store_of(&foreign);
+    kept_value *second, v;
+    size_t i;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1000, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, NULL), TKV_OK);
+    CHECK_EQ(s.n, 3);
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 0), SINKS + 768);
+    second = &s.value[1];
+    for (i = 0; i < second->n; i += 97) { /* a flipped bit */
+        second->bytes[i] ^= (unsigned char)(1u << i % 8);
+        CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), SINKS + 256);
+        second->bytes[i] ^= (unsigned char)(1u << i % 8);
+    }
+    for (i = 0; i < second->n; i += 1 + second->n / 40) { /* a cut */
+        v = *second;
+        second->n = i;
+        CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), SINKS + 256);
+        *second = v;
+    }
+    v = s.value[1]; /* values at each other's hash */
+    s.value[1].bytes = s.value[2].bytes;
+    s.value[1].n = s.value[2].n;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), SINKS + 256);
+    s.value[1] = v;
+    q = p; /* the value of another tenant */
+    q.salt = "tenant";
+    q.salt_bytes = 6;
+    CHECK_EQ(adopted_tokens(b, &q, &callbacks, 0), 0);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &q, &others, NULL), TKV_OK);
+    s.value[0].bytes = foreign.value[0].bytes;
+    v = s.value[0];
+    s.value[0] = foreign.value[0];
+    s.value[0].hash = v.hash;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), 0);
+    foreign.value[0].bytes = NULL;
+    s.fails = 2;
+    CHECK_EQ(adopted_tokens(b, &q, &others, 0), 0);
+    s.fails = 3;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 0), 0);
+    s.given = "nothing";
+    s.given_bytes = 7;
+    s.fails = 0;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), 0);
+    check_cache(b);
+    empty_store(&s);
+    empty_store(&foreign);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* >>ages, states, paths */
+TEST(pages_of_other_ages_join) {
+    const tkv_config cfg = config_of(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_prefix_params p = params_of(0, 1300);
+    tkv_prefix_info info;
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    tkv_layer_info l;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 460, 20), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK); /* page 0, of the warm tier */
+    CHECK_EQ(info.n_put, 1);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 840, 20), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK); /* the others, some of the archive */
+    CHECK_EQ(info.n_put, 3);
+    CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, 4);
+    check_cache(b);
+    CHECK_EQ(tkv_get_layer(b, 0, 0, &l), TKV_OK);
+    CHECK_EQ(l.tokens[TKV_TIER_HOT], SINKS);
+    CHECK_EQ(l.tokens[TKV_TIER_WARM], 320); /* three blocks of page 0, two of the others: by their formats */
+    CHECK_EQ(l.tokens[TKV_TIER_ARCHIVE], 704);
+    CHECK_EQ(append_to_all_layers(b, 0, 1, 400, 20), TKV_OK); /* they age from there */
+    check_cache(b);
+    CHECK_EQ(tkv_get_layer(b, 0, 0, &l), TKV_OK);
+    CHECK(l.tokens[TKV_TIER_ARCHIVE] > 800);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+TEST(a_prefix_ends_where_states_are) {
+    tkv_config cfg = config_of(0);
+    tkv_cache *a, *b;
+    tkv_prefix_params p = params_of(0, 1100);
+    tkv_prefix_info info;
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    char state[40];
+    size_t n = 0;
+    int i;
+    cfg.limits.max_states = 8;
+    cfg.limits.state_bytes = 1 << 16;
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1100, 100), TKV_OK);
+    for (i = 0; i < 2; i++) /* after pages 1 and 2; layer 2 has none of the second */
+        CHECK_EQ(tkv_seq_put_state(a, 0, i, SINKS + 512, i ? "two" : "one", 4), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(a, 0, 0, SINKS + 768, "half", 5), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_put, 3);
+    CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_tokens, SINKS + 512);
+    CHECK_EQ(info.n_pages, 2);
+    check_cache(b);
+    CHECK_EQ(tkv_get_length(b, 0, TKV_ALL_LAYERS), SINKS + 512);
+    CHECK_EQ(tkv_seq_find_state(b, 0, TKV_UNLIMITED), SINKS + 512);
+    CHECK_EQ(tkv_seq_get_state(b, 0, 1, SINKS + 512, state, sizeof state, &n), TKV_OK);
+    CHECK(n == 4 && strcmp(state, "two") == 0);
+    CHECK_EQ(tkv_seq_get_state(b, p.spare, 1, 512, state, sizeof state, &n), TKV_ERR_RANGE);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* What is not on the path of the plan ends what is published. */
+TEST(only_the_path_is_published) {
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    int kind;
+    for (kind = 0; kind < 5; kind++) {
+        tkv_config cfg = config_of(0);
+        tkv_level levels[2];
+        tkv_prefix_params p = params_of(0, 1100);
+        tkv_prefix_info info;
+        tkv_cache *kv;
+        cfg.model.rope.dim = 8;
+        cfg.model.rope.base = 1e4f;
+        memset(levels, 0, sizeof levels);
+        levels[0].warm = levels[1].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        levels[1].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+        if (kind == 4) cfg.budget.ladder = levels, cfg.budget.n_levels = 2;
+        kv = create_cache(&cfg);
+        if (kind == 4) CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 100), TKV_OK);
+        if (kind == 1) CHECK_EQ(tkv_seq_remove(kv, 0, 600, 601), TKV_OK);
+        if (kind == 2) CHECK_EQ(tkv_seq_shift(kv, 0, 300, TKV_UNLIMITED, 7), TKV_OK);
+        if (kind == 3) CHECK_EQ(tkv_seq_remove(kv, 0, 0, 4), TKV_OK);
+        CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_OK);
+        CHECK_MSG(info.n_pages == (kind == 0   ? 3
+                                   : kind == 1 ? 2
+                                   : kind == 2 ? 1
+                                               : 0),
+                  "kind %d: %d pages", kind, info.n_pages);
+        check_cache(kv);
+        tkv_destroy(kv);
+        empty_store(&s);
+    }
+}
+
+/* >>failures */
+TEST(each_allocation_fails_once) {
+    tkv_config cfg = config_of(0);
+    counting_allocator memory;
+    tkv_prefix_params p = params_of(0, 1100);
+    tkv_prefix_info info;
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    tkv_status st = TKV_ERR_NOMEM;
+    int i;
+    memset(&memory, 0, sizeof memory);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    for (i = 1; st && i < 300; i++) {
+        tkv_cache *a = create_cache(&cfg);
+        snapshot before;
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 1100, 100), TKV_OK);
+        before = snapshot_of(a);
+        memory.fail_at = i;
+        st = tkv_seq_publish_prefix(a, &p, &callbacks, NULL);
+        memory.fail_at = 0;
+        CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
+        CHECK(!st || tkv_get_last_error(a)[0]);
+        check_unchanged(a, &before, "a failed publication");
+        if (st) empty_store(&s);
+        tkv_destroy(a);
+        CHECK_EQ(memory.held, 0);
+    }
+    CHECK(i > 4 && i < 300);
+    for (st = TKV_ERR_NOMEM, i = 1; st && i < 300; i++) {
+        tkv_cache *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(b, 1, 2, 100, 100), TKV_OK);
+        memory.fail_at = i;
+        st = tkv_seq_adopt_prefix(b, &p, &callbacks, &info);
+        memory.fail_at = 0;
+        CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
+        check_cache_at(b, "a failed adoption", i);
+        CHECK_EQ(tkv_get_length(b, 0, TKV_ALL_LAYERS), st && !info.n_pages ? 0 : info.n_tokens);
+        CHECK_EQ(tkv_get_length(b, p.spare, TKV_ALL_LAYERS), 0);
+        check_read(b, 1, 0, 2, 0, 100, TKV_F16);
+        tkv_destroy(b);
+        CHECK_EQ(memory.held, 0);
+    }
+    CHECK(i > 4 && i < 300);
+    CHECK_EQ(info.n_pages, 3);
+    empty_store(&s);
+}
+
+TEST(refused) {
+    tkv_config cfg = config_of(1);
+    tkv_cache *kv = create_cache(&cfg);
+    tkv_prefix_params p = params_of(0, 700), q;
+    tkv_prefix_info info;
+    static store s;
+    tkv_prefix_store callbacks = store_of(&s), none;
+    tkv_prefix_hash h;
+    memset(&none, 0, sizeof none);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 700, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_ERR_STATE);
+    CHECK(strstr(tkv_get_last_error(kv), "tables still change in layer 0"));
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, 0); /* coded with earlier tables */
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 700, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, 1);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &none, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, NULL, &callbacks, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_adopt_prefix(kv, &p, &callbacks, &info), TKV_ERR_STATE); /* it has tokens */
+    q = p;
+    q.seq = 1;
+    q.spare = 0; /* it has tokens */
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &q, &callbacks, &info), TKV_ERR_STATE);
+    q.seq = q.spare = 1;
+    CHECK_EQ(tkv_seq_adopt_prefix(kv, &q, &callbacks, &info), TKV_ERR_ARG);
+    q = p;
+    q.seq = SEQS;
+    CHECK_EQ(tkv_seq_adopt_prefix(kv, &q, &callbacks, &info), TKV_ERR_ARG);
+    q = p;
+    q.tokens = NULL;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    q = p;
+    q.model = NULL;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    q = p;
+    q.n_extras = 1;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 3, &h), TKV_ERR_ARG); /* 700 tokens have two pages */
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, -1, &h), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 2, &h), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+    s.fails = 1; /* a store that takes nothing */
+    p.salt = "other";
+    p.salt_bytes = 5;
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_OK);
+    CHECK(info.n_put == 0 && info.n_rejected == info.n_pages && info.n_pages > 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+    empty_store(&s);
+    cfg = config_of(0);
+    cfg.tiers.archive.k = TKV_SQUAT2;
+    kv = create_cache(&cfg);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 0, &h), TKV_ERR_UNSUPPORTED);
+    tkv_destroy(kv);
+    cfg = config_of(0);
+    cfg.model.window = 300;
+    kv = create_cache(&cfg);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 0, &h), TKV_ERR_UNSUPPORTED);
+    CHECK(strstr(tkv_get_last_error(kv), "window"));
+    tkv_destroy(kv);
+    cfg = config_of(0);
+    cfg.tiers.n_anchors = 8;
+    kv = create_cache(&cfg);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 0, &h), TKV_ERR_UNSUPPORTED);
+    tkv_destroy(kv);
+}
+
+int main(int argc, char **argv) {
+    int i;
+    tkv_test_begin(argc, argv);
+    for (i = 0; i < TEXT; i++) tokens[i] = i * 7919 % 50000 - 5;
+    RUN(same_bits_without_tables);
+    RUN(same_bits_with_tables);
+    RUN(hashes_name_all_that_decides_bytes);
+    RUN(golden_hash);
+    RUN(wrong_values_end_the_prefix);
+    RUN(pages_of_other_ages_join);
+    RUN(a_prefix_ends_where_states_are);
+    RUN(only_the_path_is_published);
+    RUN(each_allocation_fails_once);
+    RUN(refused);
+    return tkv_test_end();
+}
