@@ -47567,8 +47567,7 @@ static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
 static int tkvi_is_page(const tkvi_prefix *x, const tkv_load_info *info) {
     const int first = tkvi_page_start(x, x->page), tokens = tkvi_page_end(x, x->page) - first;
     return info->n_saved_tokens == TKVI_PAGE_HEAD + tokens && x->tokens[0] == x->page && x->tokens[1] >= 0 &&
-           memcmp(x->tokens + TKVI_PAGE_HEAD, x->p->tokens + first, (size_t)tokens * sizeof *x->tokens) ==
-               0 &&
+           tkvi_are_same_tokens(x->tokens + TKVI_PAGE_HEAD, x->p->tokens + first, tokens) &&
            tkv_get_length(x->kv, x->p->spare, TKV_ALL_LAYERS) == tokens &&
            tkvi_has_page(x->kv, x->p->spare, 0, tokens, first);
 }
