@@ -119,6 +119,8 @@ build/bench/%: bench/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS) -pthread
 
+build/metrics: LDLIBS += -lmicrohttpd -pthread
+
 DEMO = examples/data/demo.gguf
 MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \
                      $(wildcard ../shared/data/models/stories15M.bin))
