@@ -111,15 +111,23 @@ class Metrics(unittest.TestCase):
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
-        cls.program = build(cls.folder.name)
-        cls.server = Server(cls.program)
-        cls.addClassCleanup(cls.check_end)
+        cls.fault = ""  # why no test can run
+        try:
+            cls.program = build(cls.folder.name)
+            cls.server = Server(cls.program)
+            cls.addClassCleanup(cls.check_end)
+        except AssertionError as e:
+            cls.fault = str(e)
 
     @classmethod
     def check_end(cls):  # after all of it: the end is clean, and a sanitizer found nothing
         ended = cls.server.end()
         if ended != (0, ""):
             raise AssertionError("status %d: %s" % ended)
+
+    def setUp(self):
+        if self.fault:
+            self.fail(self.fault)
 
     def need(self, tool):
         if not shutil.which(tool):
