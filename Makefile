@@ -120,6 +120,7 @@ build/bench/%: bench/%.c $(HEADERS)
 	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS) -pthread
 
 build/metrics: LDLIBS += -lmicrohttpd -pthread
+build/store_lmdb: LDLIBS += -llmdb
 
 DEMO = examples/data/demo.gguf
 MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \
