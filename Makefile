@@ -121,6 +121,7 @@ build/bench/%: bench/%.c $(HEADERS)
 
 build/metrics: LDLIBS += -lmicrohttpd -pthread
 build/store_lmdb: LDLIBS += -llmdb
+build/store_valkey: LDLIBS += -lhiredis
 
 DEMO = examples/data/demo.gguf
 MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \

@@ -115,13 +115,14 @@ static inline void learn_tables(const shared_prompt *s, const tkv_prefix_hash *k
 /* Makes a cache with the tables of the store. If the store fails, the cache learns its own, and shares nothing. */
 static inline tkv_cache *create_shared(const shared_prompt *s, const char *name) {
     const tkv_prefix_hash key = table_key(s, name);
+    tkv_prefix_hash any;
+    tkv_prefix_params p;
     const void *bytes = NULL;
     size_t size = 0;
     tkv_cache *kv = create(&s->cfg);
-    if (s->opt.tables) {
-        load_tables(&s->opt, kv);
-        return kv;
-    }
+    if (s->opt.tables) load_tables(&s->opt, kv);
+    memset(&p, 0, sizeof p);
+    if (tkv_get_prefix_hash(kv, &p, 0, &any) != TKV_ERR_STATE) return kv; /* no table is missing */
     for (int tries = 0; tries < 2; tries++) {
         if (s->store.get(s->store.user, &key, 1, &bytes, &size) == 1 && bytes &&
             tkv_load_calibration(kv, bytes, size) == TKV_OK)

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Programs that share a prompt through a store of prefixes: examples/store_lmdb.c. Each is another process. The text and the
+"""Programs that share a prompt through a store of prefixes: examples/store_lmdb.c, store_valkey.c. Each is another process. The text and the
 logits are those of adopting once more, whatever happens to the store; a damaged store gives the text of no store.
 
 TKV_TEST_STRICT=1: a test whose package is missing fails. TKV_TEST_CFLAGS: more words for the compiler, such as sanitizers."""
 import os
 import random
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -28,39 +31,44 @@ def missing(what):
     raise unittest.SkipTest(what)
 
 
-class Lmdb(unittest.TestCase):
+def build(name, folder, header, package):
+    """Builds examples/NAME.c with the command in its first lines. LIBRARY: `make test` has compiled the library."""
+    program = os.path.join(folder, name)
+    with open(os.path.join(ROOT, "examples", name + ".c"), encoding="utf-8") as f:
+        command = re.search(r"^ \* (cc .*?) && ", f.read(), re.M).group(1)
+    probe = subprocess.run(["cc", "-E", "-x", "c", "-"], input="#include <%s>\n" % header, capture_output=True, text=True)
+    if probe.returncode:
+        missing("%s is missing: install %s" % (header, package))
+    library = os.environ.get("LIBRARY")
+    words = [library if library and w == "examples/tieredkv.c" else program if w == name else w
+             for w in command.split() + os.environ.get("TKV_TEST_CFLAGS", "").split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode or done.stderr:
+        raise RuntimeError(done.stderr)
+    return program
+
+
+class Store(unittest.TestCase):
+    """What all stores have in common. A class has the words that name its store."""
     @classmethod
     def setUpClass(cls):
         cls.folder = tempfile.TemporaryDirectory()
-        cls.program = os.path.join(cls.folder.name, "store_lmdb")
-        with open(os.path.join(ROOT, "examples", "store_lmdb.c"), encoding="utf-8") as f:
-            command = re.search(r"^ \* (cc .*?) && ", f.read(), re.M).group(1)
-        probe = subprocess.run(["cc", "-E", "-x", "c", "-"], input="#include <lmdb.h>\n", capture_output=True, text=True)
-        if probe.returncode:
-            missing("lmdb.h is missing: install liblmdb-dev")
-        library = os.environ.get("LIBRARY")  # `make test` has compiled it
-        words = [library if library and w == "examples/tieredkv.c" else cls.program if w == "store_lmdb" else w
-                 for w in command.split() + os.environ.get("TKV_TEST_CFLAGS", "").split()]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode or done.stderr:
-            raise RuntimeError(done.stderr)
 
     @classmethod
     def tearDownClass(cls):
         cls.folder.cleanup()
 
     def setUp(self):
-        self.store = tempfile.mkdtemp(dir=self.folder.name)
+        self.place = tempfile.mkdtemp(dir=self.folder.name)
         self.n = 0
 
-    def words(self, *args, n=24):
+    def words(self, *args):
         self.n += 1
-        self.logits = os.path.join(self.store, "logits%d" % self.n)
-        return [self.program, DEMO, "-f", PROMPT, "-t", "0", "-n", str(n), "--store", os.path.join(self.store, "db"),
-                "--logits", self.logits] + list(args)
+        self.logits = os.path.join(self.place, "logits%d" % self.n)
+        return [self.program, DEMO, "-f", PROMPT, "-t", "0", "-n", "24", "--logits", self.logits] + self.options() + list(args)
 
     def read(self, *args):
-        """Runs the program. Returns its text, its logits and the numbers of its last two lines."""
+        """Runs the program. Returns its text, its logits and the numbers of its last lines."""
         done = subprocess.run(self.words(*args), capture_output=True, text=True, timeout=120)
         self.assertEqual(done.returncode, 0, done.stderr)
         return self.parse(done.stdout)
@@ -75,6 +83,16 @@ class Lmdb(unittest.TestCase):
         text = re.sub(r"^\[tables learned.*\n", "", out[:found.start()], flags=re.M)
         with open(self.logits, "rb") as f:
             return text, f.read(), numbers
+
+
+class Lmdb(Store):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.program = build("store_lmdb", cls.folder.name, "lmdb.h", "liblmdb-dev")
+
+    def options(self):
+        return ["--store", os.path.join(self.place, "db")]
 
     def test_a_second_process_adopts(self):
         first = self.read()
@@ -118,7 +136,7 @@ class Lmdb(unittest.TestCase):
         want = self.read("--no-publish")  # nothing is in the store but tables
         self.read()
         adopted = self.read()
-        path = os.path.join(self.store, "db", "data.mdb")
+        path = os.path.join(self.place, "db", "data.mdb")
         with open(path, "rb") as f:
             data = bytearray(f.read())
         values = [m.start() for m in re.finditer(rb"TKVS\x01\x00\x00\x00", bytes(data))]
@@ -141,7 +159,7 @@ class Lmdb(unittest.TestCase):
         last = self.read("--limit", "1", "--salt", "d", "--no-publish")
         self.assertGreaterEqual(last[2]["pages"], 4)
         self.assertEqual(self.read("--limit", "1", "--salt", "a", "--no-publish")[2]["pages"], 0)
-        self.assertLess(os.path.getsize(os.path.join(self.store, "db", "data.mdb")), (2 << 20) + (1 << 22))
+        self.assertLess(os.path.getsize(os.path.join(self.place, "db", "data.mdb")), (2 << 20) + (1 << 22))
 
     def test_errors(self):
         def refuse(args, sentence):
@@ -149,10 +167,188 @@ class Lmdb(unittest.TestCase):
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(sentence, done.stderr)
         refuse(self.words("--limit", "0"), "bad value")
-        refuse([self.program, DEMO, "--store", os.path.join(self.store, "no", "such", "folder")], "cannot make")
-        with open(os.path.join(self.store, "file"), "w") as f:
+        refuse([self.program, DEMO, "--store", os.path.join(self.place, "no", "such", "folder")], "cannot make")
+        with open(os.path.join(self.place, "file"), "w") as f:
             f.write("no folder")
-        refuse([self.program, DEMO, "--store", os.path.join(self.store, "file")], "cannot open the store")
+        refuse([self.program, DEMO, "--store", os.path.join(self.place, "file")], "cannot open the store")
+
+
+class Valkey(Store):
+    """Plans without tables: so a program whose store fails has the bits of one without a store."""
+    PLAN = ["--warm", "kivi4", "--archive", "kivi3"]
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.program = build("store_valkey", cls.folder.name, "hiredis/hiredis.h", "libhiredis-dev")
+        server = shutil.which("valkey-server") or shutil.which("redis-server")
+        if not server:
+            missing("no server: install redis-server or valkey-server")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            cls.port = s.getsockname()[1]
+        cls.path = os.path.join(cls.folder.name, "socket")
+        cls.server = subprocess.Popen([server, "--port", str(cls.port), "--bind", "127.0.0.1", "--requirepass", "secret",
+                                       "--unixsocket", cls.path, "--save", "", "--dir", cls.folder.name,
+                                       "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"],
+                                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(100):
+            try:
+                cls.ask("PING")
+                return
+            except OSError:
+                time.sleep(0.05)
+        raise RuntimeError("the server does not answer")
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.server.kill()
+        cls.server.wait()
+        super().tearDownClass()
+
+    @classmethod
+    def ask(cls, *words):
+        """Sends a command, and returns the bytes of the reply."""
+        with socket.create_connection(("127.0.0.1", cls.port), timeout=5) as s:
+            for command in (("AUTH", "secret"), words):
+                parts = [w if isinstance(w, bytes) else w.encode() for w in command]
+                s.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts))
+                f = s.makefile("rb")
+                line = f.readline()
+            if line[:1] == b"$":
+                return f.read(int(line[1:])) if int(line[1:]) >= 0 else None
+            if line[:1] == b"*":
+                return [f.read(int(f.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+            return line
+
+    def setUp(self):
+        super().setUp()
+        self.ask("FLUSHALL")
+        self.at = ["--port", str(self.port)]
+        os.environ["TKV_STORE_PASSWORD"] = "secret"
+
+    def options(self):
+        return self.at + self.PLAN
+
+    def without(self):
+        """Text and logits without a store, and the time to the first token."""
+        at, self.at = self.at, ["--socket", os.path.join(self.place, "none")]
+        out = self.read()
+        self.at = at
+        self.assertEqual(out[2]["found"], 0)
+        return out
+
+    def test_a_second_process_adopts(self):
+        alone = self.without()
+        first = self.read()
+        self.assertEqual(first[:2], alone[:2])
+        self.assertGreaterEqual(first[2]["put"], 4)
+        second = self.read("--metrics", os.path.join(self.place, "metrics"))
+        self.assertEqual((second[2]["found"], second[2]["put"]), (4 + 256 * first[2]["put"], 0))
+        self.assertEqual(second[0], first[0])
+        self.at = ["--socket", self.path]
+        self.assertEqual(self.read()[:2], second[:2])
+        with open(os.path.join(self.place, "metrics")) as f:
+            text = f.read()
+        self.assertIn("prefix_store_hits_total %d\n" % second[2]["pages"], text)
+        self.assertEqual(self.read("--salt", "tenant")[2]["found"], 0)
+        keys = self.ask("KEYS", "*")
+        self.assertEqual(len(keys), 2 * first[2]["put"])
+        self.assertTrue(0 < int(self.ask("TTL", keys[0])[1:]) <= 86400)
+
+    def test_users_and_passwords(self):
+        self.read()
+        self.ask("ACL", "SETUSER", "reader", "on", ">word", "~tkv:*", "+mget", "+exists")
+        os.environ["TKV_STORE_PASSWORD"] = "word"
+        adopted = self.read("--user", "reader")
+        self.assertGreaterEqual(adopted[2]["pages"], 4)
+        self.assertEqual(self.read("--user", "reader", "--salt", "x")[2]["put"], 0)  # it may not write
+        os.environ["TKV_STORE_PASSWORD"] = "wrong"
+        self.assertEqual(self.read()[2]["found"], 0)
+        del os.environ["TKV_STORE_PASSWORD"]
+        self.assertEqual(self.read()[2]["found"], 0)
+
+    def test_wrong_values(self):
+        alone = self.without()
+        self.read()
+        self.read("--salt", "tenant")
+        keys = self.ask("KEYS", "*")
+        values = {k: self.ask("GET", k) for k in keys}
+        for name in ("cut", "flipped", "empty", "of another page or tenant", "no string"):
+            for k in keys:
+                v = values[k]
+                if name == "cut": v = v[:len(v) // 2]
+                if name == "flipped": v = v[:5000] + bytes([v[5000] ^ 1]) + v[5001:]
+                if name == "empty": v = b""
+                if name == "of another page or tenant": v = values[keys[keys.index(k) - 1]]
+                self.ask("DEL", k)
+                self.ask(*(("LPUSH", k, "x") if name == "no string" else ("SET", k, v)))
+            out = self.read()
+            self.assertEqual(out[:2], alone[:2], name)
+            self.assertEqual((out[2]["found"], out[2]["refused"]), (0, name != "no string"), name)
+
+    def test_servers_that_fail(self):
+        alone = self.without()
+        kinds = {
+            "garbage": b"\x00\xff" * 5000,
+            "a long list": b"*1000000000\r\n",
+            "a long value": b"*8\r\n$2000000000\r\n" + b"x" * 100000,
+            "lists in lists": b"*8\r\n" * 200,
+            "an error": b"-ERR no\r\n",
+            "a cut": b"*8\r\n$1000\r\nabc",
+            "nothing": None,
+            "an end": b"",
+        }
+        for name, answer in kinds.items():
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                ends = threading.Event()
+                thread = threading.Thread(target=self.serve, args=(server, answer, ends))
+                thread.start()
+                self.at = ["--port", str(server.getsockname()[1])]
+                out = self.read()
+                ends.set()
+                thread.join()
+            self.assertEqual(out[:2], alone[:2], name)
+            self.assertEqual(out[2]["found"], 0, name)
+        # the machine can be busy: a quarter of a second, where each call that waits for the timeout takes 20 ms
+        self.assertLess(out[2]["first"], alone[2]["first"] + 250)
+
+    @staticmethod
+    def serve(server, answer, ends):
+        server.settimeout(0.05)
+        open_ones = []
+        while not ends.is_set():
+            try:
+                s = server.accept()[0]
+            except OSError:
+                continue
+            s.settimeout(0.2)
+            open_ones.append(s)
+            try:
+                s.recv(4096)  # AUTH
+                if answer != b"":
+                    s.sendall(b"+OK\r\n")
+                    s.recv(65536)
+                if answer:
+                    s.sendall(answer)
+                if answer == b"":
+                    s.close()
+            except OSError:
+                pass
+        for s in open_ones:
+            s.close()
+
+    def test_a_server_that_dies(self):
+        self.read()
+        want = self.read()
+        for i in range(4):  # it stops in the middle of the program, and wakes up later
+            p = subprocess.Popen(self.words("--salt", "" if i % 2 else "d%d" % i), stdout=subprocess.PIPE, text=True)
+            time.sleep(random.Random(i).uniform(0.0, 0.3))
+            self.server.send_signal(signal.SIGSTOP)
+            out = p.communicate(timeout=60)[0]
+            self.server.send_signal(signal.SIGCONT)
+            self.assertEqual(p.returncode, 0)
+            self.assertEqual(self.parse(out)[0], want[0])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,268 @@
+/*
+ * store_valkey.c - programs on many machines share what they have read of a prompt, in a server of Valkey or Redis.
+ *
+ * cc -O2 examples/store_valkey.c examples/tieredkv.c -o store_valkey -lhiredis -lm && ./store_valkey --host 127.0.0.1
+ *
+ * One command asks for 8 pages (MGET). A value is set once (SET NX) and expires --ttl seconds later. The prompt never
+ * waits long for the server: a call has 20 ms, and a millisecond more for each 50 KB that came. After a failure the
+ * program leaves the server alone for a second, then for two, up to 30. Whatever fails is a miss, and the prompt is read.
+ *
+ * A server is not trusted: it may send no more bytes than the values that were asked for can have (--most), and no
+ * longer list. What it sends is verified (tkv_seq_adopt_prefix). But its checksums can be computed by anyone: give the
+ * server a password, and no stranger the right to write.
+ *
+ * The password is in the environment: TKV_STORE_PASSWORD, with --user NAME for a user of the server's ACL. There is no
+ * TLS: use --socket PATH on one machine, or a tunnel. It needs POSIX and hiredis 0.14 or later.
+ * `./store_valkey --help` lists the options. In this order: connection, commands, the store, metrics, main.
+ */
+#define PROGRAM "store_valkey"
+#include "shared_prompt.h" /* before system headers */
+
+#include <hiredis/hiredis.h>
+#include <sys/time.h>
+
+enum { MOST_KEYS = 8, KEY = 72, TIMES = 1024 };
+static const double bytes_per_second = 50e6, first_pause = 1, longest_pause = 30;
+
+static const char usage[] = "store_valkey [MODEL] [options]\n"
+                            "Without MODEL, the model is examples/data/demo.gguf.\n" SHARED_PROMPT_HELP
+                            "  --host NAME        the server (127.0.0.1)\n"
+                            "  --port N           its port (6379)\n"
+                            "  --socket PATH      its unix socket, in the place of host and port\n"
+                            "  --user NAME        user of the server; the password is in TKV_STORE_PASSWORD\n"
+                            "  --ttl N            seconds until a value expires (86400)\n"
+                            "  --timeout N        milliseconds that a call may take (20)\n"
+                            "  --most N           MiB of the largest value (16)\n"
+                            "  --metrics FILE     writes counts and latencies as Prometheus text\n"
+                            "\n"
+                            "The plan of the cache:\n";
+
+typedef struct valkey_store {
+    shared_prompt prompt;
+    const char *host, *socket, *user, *password, *metrics;
+    int port, ttl, timeout, most; /* milliseconds; MiB */
+    redisContext *server;         /* NULL: not connected */
+    redisReply *values;           /* of the last get; they are valid until the next call */
+    redisReplyObjectFunctions bounded;
+    double closed_until, pause; /* the circuit breaker: no call before this time */
+    int n_hits, n_misses, n_faults, n_skipped, n_times;
+    double bytes, times[TIMES]; /* seconds of the first calls */
+} valkey_store;
+
+/* >>connection */
+static struct timeval time_of(double seconds) {
+    struct timeval t;
+    t.tv_sec = (time_t)seconds;
+    t.tv_usec = (suseconds_t)(1e6 * (seconds - (double)(time_t)seconds));
+    return t;
+}
+
+/* A call has failed. The server is left alone for a while. */
+static void *fault(valkey_store *s) {
+    if (s->server) redisFree(s->server);
+    s->server = NULL;
+    s->n_faults++;
+    s->closed_until = latency_now() + s->pause;
+    s->pause = 2 * s->pause < longest_pause ? 2 * s->pause : longest_pause;
+    return NULL;
+}
+
+/* Refuses a list that is longer than any that was asked for, before memory is taken for it. */
+static redisReplyObjectFunctions *plain_functions;
+static void *create_short_list(const redisReadTask *task, int n) {
+    return n < 0 || n > MOST_KEYS ? NULL : plain_functions->createArray(task, n);
+}
+
+/* Reads a reply of at most `most` bytes before the deadline. NULL: the call has failed. */
+static redisReply *read_reply(valkey_store *s, double deadline, size_t most) {
+    void *reply = NULL;
+    size_t n = 0;
+    for (;;) {
+        const double left = deadline + (double)n / bytes_per_second - latency_now();
+        if (redisGetReplyFromReader(s->server, &reply) != REDIS_OK) break;
+        if (reply) return (redisReply *)reply;
+        if (left <= 0 || redisSetTimeout(s->server, time_of(left + 1e-4)) != REDIS_OK) break;
+        const size_t had = s->server->reader->len;
+        if (redisBufferRead(s->server) != REDIS_OK) break;
+        n += s->server->reader->len - had;
+        if (n > most) break;
+    }
+    return (redisReply *)fault(s);
+}
+
+/* Sends a command and reads its reply. An error of the server's is a reply too. */
+static redisReply *call(valkey_store *s, int n, const char **words, const size_t *bytes, size_t most) {
+    const double start = latency_now(), deadline = start + 1e-3 * s->timeout;
+    int done = 0;
+    if (redisAppendCommandArgv(s->server, n, words, bytes) != REDIS_OK) return (redisReply *)fault(s);
+    while (!done) {
+        const double left = deadline - latency_now();
+        if (left <= 0 || redisSetTimeout(s->server, time_of(left + 1e-4)) != REDIS_OK ||
+            redisBufferWrite(s->server, &done) != REDIS_OK)
+            return (redisReply *)fault(s);
+    }
+    redisReply *reply = read_reply(s, deadline, most);
+    if (s->n_times < TIMES) s->times[s->n_times++] = latency_now() - start;
+    return reply;
+}
+
+/* Connects, if there is no connection, and says who asks. Returns 0 if there is none, or must be none now. */
+static int is_connected(valkey_store *s) {
+    const struct timeval timeout = time_of(1e-3 * s->timeout);
+    const char *words[] = {"AUTH", s->user ? s->user : s->password, s->password};
+    size_t bytes[3];
+    if (s->server) return 1;
+    if (latency_now() < s->closed_until) {
+        s->n_skipped++;
+        return 0;
+    }
+    s->server = s->socket ? redisConnectUnixWithTimeout(s->socket, timeout)
+                          : redisConnectWithTimeout(s->host, s->port, timeout);
+    if (!s->server || s->server->err) return fault(s) != NULL;
+    plain_functions = s->server->reader->fn;
+    s->bounded = *plain_functions;
+    s->bounded.createArray = create_short_list;
+    s->server->reader->fn = &s->bounded;
+    if (!s->password) return 1;
+    for (int i = 0; i < 3; i++) bytes[i] = strlen(words[i]);
+    redisReply *reply = call(s, s->user ? 3 : 2, words, bytes, 4096);
+    const int ok = reply && reply->type == REDIS_REPLY_STATUS;
+    if (reply) freeReplyObject(reply);
+    if (reply && !ok) (void)fault(s);
+    return ok;
+}
+
+/* >>commands */
+static void write_key(char *key, const tkv_prefix_hash *hash) {
+    memcpy(key, "tkv:", 4);
+    for (int i = 0; i < 32; i++) snprintf(key + 4 + 2 * i, 3, "%02x", (unsigned)hash->bytes[i]);
+}
+
+static void forget_values(valkey_store *s) {
+    if (s->values) freeReplyObject(s->values);
+    s->values = NULL;
+}
+
+/* >>the store */
+static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes) {
+    valkey_store *s = (valkey_store *)user;
+    const size_t most = (size_t)s->most << 20;
+    const char *words[1 + MOST_KEYS] = {"MGET"};
+    char keys[MOST_KEYS][KEY];
+    size_t lengths[1 + MOST_KEYS] = {4};
+    int found = 0;
+    forget_values(s);
+    n = n < MOST_KEYS ? n : MOST_KEYS;
+    for (int i = 0; i < n; i++) {
+        write_key(keys[i], &hashes[i]);
+        words[1 + i] = keys[i];
+        lengths[1 + i] = strlen(keys[i]);
+    }
+    if (is_connected(s)) s->values = call(s, 1 + n, words, lengths, (size_t)n * (most + 64) + 64);
+    if (s->values) s->pause = first_pause;
+    if (s->values && s->values->type == REDIS_REPLY_ARRAY && s->values->elements == (size_t)n)
+        for (; found < n && s->values->element[found]->type == REDIS_REPLY_STRING; found++) {
+            const redisReply *r = s->values->element[found];
+            if ((size_t)r->len > most) break;
+            bytes[found] = r->str;
+            sizes[found] = (size_t)r->len;
+            s->bytes += (double)sizes[found];
+        }
+    s->n_hits += found;
+    s->n_misses += n - found;
+    return found;
+}
+
+static int store_has(void *user, const tkv_prefix_hash *hash) {
+    valkey_store *s = (valkey_store *)user;
+    char key[KEY];
+    const char *words[] = {"EXISTS", key};
+    forget_values(s);
+    write_key(key, hash);
+    const size_t lengths[] = {6, strlen(key)};
+    redisReply *reply = is_connected(s) ? call(s, 2, words, lengths, 256) : NULL;
+    /* a page that cannot be put now need not be saved: it counts as there */
+    const int has = !reply || (reply->type == REDIS_REPLY_INTEGER && reply->integer == 1);
+    if (reply) freeReplyObject(reply);
+    return has;
+}
+
+static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
+    valkey_store *s = (valkey_store *)user;
+    char key[KEY], ttl[16];
+    const char *words[] = {"SET", key, (const char *)bytes, "NX", "EX", ttl};
+    forget_values(s);
+    write_key(key, hash);
+    snprintf(ttl, sizeof ttl, "%d", s->ttl);
+    const size_t lengths[] = {3, strlen(key), size, 2, 2, strlen(ttl)};
+    if (size > (size_t)s->most << 20) return 1;
+    redisReply *reply = is_connected(s) ? call(s, 6, words, lengths, 4096) : NULL;
+    /* nil: another program was first, and its value stays */
+    const int ok = reply && (reply->type == REDIS_REPLY_STATUS || reply->type == REDIS_REPLY_NIL);
+    if (reply) freeReplyObject(reply);
+    return !ok;
+}
+
+/* >>metrics */
+static void write_counts(const valkey_store *s) {
+    static const char *const names[] = {"hits", "misses", "faults", "skipped"};
+    static const char *const helps[] = {"Pages that the server had.", "Pages that it had not.",
+                                        "Calls that failed.", "Calls that the circuit breaker left out."};
+    const int counts[] = {s->n_hits, s->n_misses, s->n_faults, s->n_skipped};
+    if (!s->metrics) return;
+    save_file f = begin_file(s->metrics);
+    for (int i = 0; i < 4; i++)
+        fprintf(f.out,
+                "# HELP prefix_store_%s_total %s\n# TYPE prefix_store_%s_total "
+                "counter\nprefix_store_%s_total %d\n",
+                names[i], helps[i], names[i], names[i], counts[i]);
+    fprintf(f.out,
+            "# HELP prefix_store_bytes_total Bytes of values that came.\n# TYPE prefix_store_bytes_total "
+            "counter\n"
+            "prefix_store_bytes_total %.0f\n",
+            s->bytes);
+    latency_write_histogram(s->times, s->n_times, "prefix_store_call_seconds", "Time of a call.", f.out);
+    end_file(&f);
+}
+
+/* >>main */
+static parsed parse_own_option(void *ctx, const char *name, const char *value) {
+    valkey_store *s = (valkey_store *)ctx;
+    int ok = 1;
+    if (!value) return parse_shared_option(&s->prompt, name, value);
+    if (strcmp(name, "--host") == 0) s->host = value;
+    else if (strcmp(name, "--socket") == 0) s->socket = value;
+    else if (strcmp(name, "--user") == 0) s->user = value;
+    else if (strcmp(name, "--metrics") == 0) s->metrics = value;
+    else if (strcmp(name, "--port") == 0) ok = read_int(value, 1, 65535, &s->port);
+    else if (strcmp(name, "--ttl") == 0) ok = read_int(value, 1, INT_MAX, &s->ttl);
+    else if (strcmp(name, "--timeout") == 0) ok = read_int(value, 1, 60000, &s->timeout);
+    else if (strcmp(name, "--most") == 0) ok = read_int(value, 1, 512, &s->most);
+    else return parse_shared_option(&s->prompt, name, value);
+    return ok ? WITH_VALUE : BAD_VALUE;
+}
+
+int main(int argc, char **argv) {
+    static valkey_store s;
+    s.host = "127.0.0.1";
+    s.port = 6379;
+    s.ttl = 86400;
+    s.timeout = 20;
+    s.most = 16;
+    s.pause = first_pause;
+    s.password = getenv("TKV_STORE_PASSWORD");
+    begin_shared_prompt(&s.prompt, argc, argv, usage, parse_own_option, &s);
+    if (s.user && !s.password) fail("--user needs the password in TKV_STORE_PASSWORD");
+    s.prompt.store.user = &s;
+    s.prompt.store.get = store_get;
+    s.prompt.store.put = store_put;
+    s.prompt.store.has = store_has;
+    run_shared_prompt(&s.prompt);
+    printf("[server: %d pages there, %d not, %d calls failed, %d left out]\n", s.n_hits, s.n_misses,
+           s.n_faults, s.n_skipped);
+    write_counts(&s);
+    forget_values(&s);
+    if (s.server) redisFree(s.server);
+    end_shared_prompt(&s.prompt);
+    return 0;
+}
