@@ -7,9 +7,12 @@
  * Any number of programs may read and write at once. A killed program leaves a whole database: LMDB commits or does not.
  * Above --limit the values that were used longest ago go. Whatever fails is a miss, and the prompt is read.
  *
- *     pages    hash -> number of the last use (8 bytes, big-endian), value
- *     uses     number of the last use -> hash
+ *     pages    hash -> value
+ *     last     hash -> number of its last use (8 bytes, big-endian)
+ *     uses     number of a last use -> hash
  *     counts   "use" -> the last number given out, "bytes" -> bytes of all values
+ *
+ * A get writes only if the last use of a value is 256 uses ago or more, so the order of use is not exact.
  *
  * It needs POSIX, and liblmdb. `./store_lmdb --help` lists the options. In this order: numbers, get, put, main.
  */
@@ -19,7 +22,7 @@
 #include <lmdb.h>
 #include <sys/stat.h>
 
-enum { USE = 8, HASH = sizeof(tkv_prefix_hash), LIMIT_MIB = 256 };
+enum { USE = 8, HASH = sizeof(tkv_prefix_hash), LIMIT_MIB = 256, OLD_USE = 256 };
 
 static const char usage[] = "store_lmdb [MODEL] [options]\n"
                             "Without MODEL, the model is examples/data/demo.gguf.\n" SHARED_PROMPT_HELP
@@ -31,7 +34,7 @@ static const char usage[] = "store_lmdb [MODEL] [options]\n"
 typedef struct lmdb_store {
     shared_prompt prompt;
     MDB_env *env;
-    MDB_dbi pages, uses, counts;
+    MDB_dbi pages, last, uses, counts;
     MDB_txn *reader; /* open while values of the last get are valid */
     const char *path;
     int limit; /* MiB */
@@ -68,13 +71,23 @@ static int put_count(const lmdb_store *s, MDB_txn *txn, const char *name, uint64
     return mdb_put(txn, s->counts, &key, &v, 0);
 }
 
-/* Gives a hash the next number of use. number[8]: receives it. */
-static int use_hash(const lmdb_store *s, MDB_txn *txn, const tkv_prefix_hash *hash, unsigned char *number) {
+/* Gives a hash the next number of use, in the place of its last one. */
+static int use_hash(const lmdb_store *s, MDB_txn *txn, const tkv_prefix_hash *hash) {
     const uint64_t use = get_count(s, txn, "use") + 1;
+    unsigned char number[USE], before[USE];
+    MDB_val key = val(hash, HASH), old;
+    int failed = mdb_get(txn, s->last, &key, &old);
+    if (!failed && old.mv_size == USE) {
+        memcpy(before, old.mv_data, USE);
+        old = val(before, USE);
+        failed = mdb_del(txn, s->uses, &old, NULL);
+    }
+    if (failed && failed != MDB_NOTFOUND) return failed;
     write_number(number, use);
-    MDB_val key = val(number, USE), v = val(hash, HASH);
-    const int failed = put_count(s, txn, "use", use);
-    return failed ? failed : mdb_put(txn, s->uses, &key, &v, 0);
+    MDB_val v = val(number, USE), hashed = val(hash, HASH);
+    failed = put_count(s, txn, "use", use);
+    if (!failed) failed = mdb_put(txn, s->last, &key, &v, 0);
+    return failed ? failed : mdb_put(txn, s->uses, &v, &hashed, 0);
 }
 
 /* >>get */
@@ -83,46 +96,37 @@ static void end_reading(lmdb_store *s) {
     s->reader = NULL;
 }
 
-/* Marks values as used now. A failure only makes them look older. */
-static void mark_used(lmdb_store *s, const tkv_prefix_hash *hashes, int n) {
+/* Marks a value as used now. A failure only makes it look older. */
+static void mark_used(const lmdb_store *s, const tkv_prefix_hash *hash) {
+    MDB_val key = val(hash, HASH), v;
     MDB_txn *txn;
-    int failed = n ? mdb_txn_begin(s->env, NULL, 0, &txn) : 1;
-    if (failed) return;
-    for (int i = 0; i < n && !failed; i++) {
-        MDB_val key = val(&hashes[i], HASH), v, old;
-        failed = mdb_get(txn, s->pages, &key, &v);
-        if (failed || v.mv_size < USE) continue;
-        unsigned char *value = (unsigned char *)allocate(v.mv_size, 1);
-        memcpy(value, v.mv_data, v.mv_size);
-        old = val(value, USE);
-        failed = mdb_del(txn, s->uses, &old, NULL);
-        if (!failed) failed = use_hash(s, txn, &hashes[i], value);
-        v.mv_data = value;
-        if (!failed) failed = mdb_put(txn, s->pages, &key, &v, 0);
-        free(value);
-    }
-    if (failed) mdb_txn_abort(txn);
+    if (mdb_txn_begin(s->env, NULL, 0, &txn)) return;
+    /* another program may have removed it meanwhile */
+    if (mdb_get(txn, s->pages, &key, &v) || use_hash(s, txn, hash)) mdb_txn_abort(txn);
     else (void)mdb_txn_commit(txn);
+}
+
+static int is_old(const lmdb_store *s, MDB_txn *txn, const tkv_prefix_hash *hash) {
+    MDB_val key = val(hash, HASH), v;
+    return mdb_get(txn, s->last, &key, &v) == 0 && v.mv_size == USE &&
+           get_count(s, txn, "use") - read_number(v.mv_data) >= OLD_USE;
 }
 
 static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes) {
     lmdb_store *s = (lmdb_store *)user;
-    int i;
+    int found = 0, is_any_old = 0;
     end_reading(s);
-    for (i = 0; i < 2; i++) { /* once to count the values that are there, and once to give them */
-        int found = 0;
-        if (mdb_txn_begin(s->env, NULL, MDB_RDONLY, &s->reader)) return 0;
-        for (; found < n; found++) {
-            MDB_val key = val(&hashes[found], HASH), v;
-            if (mdb_get(s->reader, s->pages, &key, &v) || v.mv_size < USE) break;
-            bytes[found] = (const char *)v.mv_data + USE;
-            sizes[found] = v.mv_size - USE;
-        }
-        if (i) return found;
-        end_reading(s); /* an open reader keeps freed pages of the database */
-        mark_used(s, hashes, found);
+    if (mdb_txn_begin(s->env, NULL, MDB_RDONLY, &s->reader)) return 0;
+    for (; found < n; found++) {
+        MDB_val key = val(&hashes[found], HASH), v;
+        if (mdb_get(s->reader, s->pages, &key, &v)) break;
+        bytes[found] = v.mv_data;
+        sizes[found] = v.mv_size;
+        is_any_old |= is_old(s, s->reader, &hashes[found]);
     }
-    return 0;
+    for (int i = 0; i < found && is_any_old; i++)
+        if (is_old(s, s->reader, &hashes[i])) mark_used(s, &hashes[i]);
+    return found;
 }
 
 static int store_has(void *user, const tkv_prefix_hash *hash) {
@@ -141,14 +145,19 @@ static int store_has(void *user, const tkv_prefix_hash *hash) {
 static int remove_oldest(const lmdb_store *s, MDB_txn *txn, uint64_t *bytes) {
     MDB_cursor *cursor;
     MDB_val use, hash, v;
+    unsigned char copy[HASH]; /* what LMDB gives is valid until the next change */
     int failed = mdb_cursor_open(txn, s->uses, &cursor);
     if (failed) return failed;
     failed = mdb_cursor_get(cursor, &use, &hash, MDB_FIRST);
+    if (!failed && hash.mv_size != HASH) failed = MDB_CORRUPTED;
+    if (!failed) memcpy(copy, hash.mv_data, HASH);
+    hash = val(copy, HASH);
     if (!failed) failed = mdb_get(txn, s->pages, &hash, &v);
     if (!failed) {
         *bytes -= v.mv_size < *bytes ? v.mv_size : *bytes;
         failed = mdb_del(txn, s->pages, &hash, NULL);
     }
+    if (!failed) failed = mdb_del(txn, s->last, &hash, NULL);
     if (!failed) failed = mdb_cursor_del(cursor, 0);
     mdb_cursor_close(cursor);
     return failed;
@@ -157,43 +166,53 @@ static int remove_oldest(const lmdb_store *s, MDB_txn *txn, uint64_t *bytes) {
 static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
     lmdb_store *s = (lmdb_store *)user;
     const uint64_t limit = (uint64_t)s->limit << 20;
-    unsigned char *value = (unsigned char *)allocate(size + USE, 1);
-    MDB_val key = val(hash, HASH), v = val(value, size + USE);
+    MDB_val key = val(hash, HASH), v = val(bytes, size);
     MDB_txn *txn;
     end_reading(s);
-    int failed = size + USE > limit ? ENOSPC : mdb_txn_begin(s->env, NULL, 0, &txn);
-    if (failed) {
-        free(value);
-        return 1;
-    }
+    if (size > limit || mdb_txn_begin(s->env, NULL, 0, &txn)) return 1;
     uint64_t all = get_count(s, txn, "bytes");
-    while (!failed && all + v.mv_size > limit) failed = remove_oldest(s, txn, &all);
-    if (!failed) failed = use_hash(s, txn, hash, value);
-    memcpy(value + USE, bytes, size);
-    if (!failed) failed = mdb_put(txn, s->pages, &key, &v, MDB_NOOVERWRITE); /* the first value stays */
-    if (!failed) failed = put_count(s, txn, "bytes", all + v.mv_size);
+    int failed = mdb_put(txn, s->pages, &key, &v, MDB_NOOVERWRITE); /* the first value stays */
+    if (!failed) failed = use_hash(s, txn, hash);
+    for (all += size; !failed && all > limit;) failed = remove_oldest(s, txn, &all);
+    if (!failed) failed = put_count(s, txn, "bytes", all);
     if (failed) mdb_txn_abort(txn);
     else failed = mdb_txn_commit(txn);
-    free(value);
     return failed != 0 && failed != MDB_KEYEXIST;
 }
 
 /* >>main */
-static void open_store(lmdb_store *s) {
+static void set_defaults(lmdb_store *s) {
+    s->path = "prefixes";
+    s->limit = LIMIT_MIB;
+}
+
+static tkv_prefix_store open_store(lmdb_store *s) {
+    tkv_prefix_store store;
     MDB_txn *txn = NULL;
     int failed;
     if (mkdir(s->path, 0700) && errno != EEXIST) fail("cannot make %s: %s", s->path, strerror(errno));
     failed = mdb_env_create(&s->env);
-    if (!failed) failed = mdb_env_set_maxdbs(s->env, 3);
+    if (!failed) failed = mdb_env_set_maxdbs(s->env, 4);
     /* twice the limit: LMDB writes a page of the database anew before it frees the old one */
     if (!failed) failed = mdb_env_set_mapsize(s->env, ((size_t)s->limit << 21) + (1 << 22));
     if (!failed) failed = mdb_env_open(s->env, s->path, 0, 0600);
     if (!failed) failed = mdb_txn_begin(s->env, NULL, 0, &txn);
     if (!failed) failed = mdb_dbi_open(txn, "pages", MDB_CREATE, &s->pages);
+    if (!failed) failed = mdb_dbi_open(txn, "last", MDB_CREATE, &s->last);
     if (!failed) failed = mdb_dbi_open(txn, "uses", MDB_CREATE, &s->uses);
     if (!failed) failed = mdb_dbi_open(txn, "counts", MDB_CREATE, &s->counts);
     if (!failed) failed = mdb_txn_commit(txn);
     if (failed) fail("cannot open the store %s: %s", s->path, mdb_strerror(failed));
+    store.user = s;
+    store.get = store_get;
+    store.put = store_put;
+    store.has = store_has;
+    return store;
+}
+
+static void close_store(lmdb_store *s) {
+    end_reading(s);
+    mdb_env_close(s->env);
 }
 
 static parsed parse_own_option(void *ctx, const char *name, const char *value) {
@@ -206,19 +225,12 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
 }
 
 int main(int argc, char **argv) {
-    lmdb_store s;
-    memset(&s, 0, sizeof s);
-    s.path = "prefixes";
-    s.limit = LIMIT_MIB;
+    static lmdb_store s;
+    set_defaults(&s);
     begin_shared_prompt(&s.prompt, argc, argv, usage, parse_own_option, &s);
-    open_store(&s);
-    s.prompt.store.user = &s;
-    s.prompt.store.get = store_get;
-    s.prompt.store.put = store_put;
-    s.prompt.store.has = store_has;
+    s.prompt.store = open_store(&s);
     run_shared_prompt(&s.prompt);
-    end_reading(&s);
-    mdb_env_close(s.env);
+    close_store(&s);
     end_shared_prompt(&s.prompt);
     return 0;
 }

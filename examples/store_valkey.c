@@ -242,27 +242,42 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     return ok ? WITH_VALUE : BAD_VALUE;
 }
 
+static void set_defaults(valkey_store *s) {
+    s->host = "127.0.0.1";
+    s->port = 6379;
+    s->ttl = 86400;
+    s->timeout = 20;
+    s->most = 16;
+    s->pause = first_pause;
+    s->password = getenv("TKV_STORE_PASSWORD");
+}
+
+/* The connection comes with the first call. */
+static tkv_prefix_store open_store(valkey_store *s) {
+    tkv_prefix_store store;
+    if (s->user && !s->password) fail("--user needs the password in TKV_STORE_PASSWORD");
+    store.user = s;
+    store.get = store_get;
+    store.put = store_put;
+    store.has = store_has;
+    return store;
+}
+
+static void close_store(valkey_store *s) {
+    forget_values(s);
+    if (s->server) redisFree(s->server);
+}
+
 int main(int argc, char **argv) {
     static valkey_store s;
-    s.host = "127.0.0.1";
-    s.port = 6379;
-    s.ttl = 86400;
-    s.timeout = 20;
-    s.most = 16;
-    s.pause = first_pause;
-    s.password = getenv("TKV_STORE_PASSWORD");
+    set_defaults(&s);
     begin_shared_prompt(&s.prompt, argc, argv, usage, parse_own_option, &s);
-    if (s.user && !s.password) fail("--user needs the password in TKV_STORE_PASSWORD");
-    s.prompt.store.user = &s;
-    s.prompt.store.get = store_get;
-    s.prompt.store.put = store_put;
-    s.prompt.store.has = store_has;
+    s.prompt.store = open_store(&s);
     run_shared_prompt(&s.prompt);
     printf("[server: %d pages there, %d not, %d calls failed, %d left out]\n", s.n_hits, s.n_misses,
            s.n_faults, s.n_skipped);
     write_counts(&s);
-    forget_values(&s);
-    if (s.server) redisFree(s.server);
+    close_store(&s);
     end_shared_prompt(&s.prompt);
     return 0;
 }
