@@ -11,8 +11,8 @@
  *   --seconds 60
  *   and the options of the store
  *
- * A value begins with the hash of its page, and ends with a checksum. A client checks both: a wrong value is counted, and
- * ends the program with status 1. hit: pages that a get found, of those that it asked for.
+ * A value begins with the hash of its page, and ends with a checksum. A client checks both: a wrong value is counted,
+ * and the program ends with status 1. hit: pages that a get found, of those that it asked for.
  */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */

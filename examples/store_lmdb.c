@@ -3,8 +3,8 @@
  *
  * cc -O2 examples/store_lmdb.c examples/tieredkv.c -o store_lmdb -llmdb -lm && ./store_lmdb --store build/prefixes
  *
- * The second program that reads a prompt finds its pages in the database, and begins to write in a fraction of the time.
- * Any number of programs may read and write at once. A killed program leaves a whole database: LMDB commits or does not.
+ * The second program that reads a prompt finds its pages in the database, and begins to write in a fraction of the
+ * time. Any number of programs may read and write at once. A killed program leaves a whole database.
  * Above --limit the values that were used longest ago go. Whatever fails is a miss, and the prompt is read.
  *
  *     pages    hash -> value

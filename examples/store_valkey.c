@@ -5,7 +5,7 @@
  *
  * One command asks for 8 pages (MGET). A value is set once (SET NX) and expires --ttl seconds later. The prompt never
  * waits long for the server: a call has 20 ms, and a millisecond more for each 50 KB that came. After a failure the
- * program leaves the server alone for a second, then for two, up to 30. Whatever fails is a miss, and the prompt is read.
+ * program leaves the server alone for a second, then for two, up to 30. Whatever fails is a miss: the prompt is read.
  *
  * A server is not trusted: it may send no more bytes than the values that were asked for can have (--most), and no
  * longer list. What it sends is verified (tkv_seq_adopt_prefix). But its checksums can be computed by anyone: give the
