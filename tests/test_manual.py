@@ -248,6 +248,9 @@ class Recipes(unittest.TestCase):
     def test_r18_a_whole_cache(self):
         self.assertRegex(self.run_recipe("R18"), r"^3 sequences in \d+ bytes; later answers have the same bits\n$")
 
+    def test_r19_prefixes(self):
+        self.assertRegex(self.run_recipe("R19"), r"^3 pages in the store, \d+ bytes\n772 of 1000 tokens need not be read\n$")
+
 
 class Extraction(unittest.TestCase):
     """The test finds what is wrong."""
