@@ -1155,8 +1155,10 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  *     hash before page 0 = SHA-256 of model, salt, geometry, RoPE, options, formats and tables of this cache
  *
  * Each page is found only with the tables that coded it: load the same calibration into all caches
- * (tkv_load_calibration), or freeze what was learned (tkv_freeze_calibration). Two processes may publish the same page
- * with slightly different keys and values, as processors round differently. The first one stays.
+ * (tkv_load_calibration), or freeze what was learned (tkv_freeze_calibration) before the prompt is read. Two processes
+ * may publish the same page with other bytes, as processors round differently and pages differ in age. The first stays.
+ * A sequence with tokens of another text (tkv_seq_copy to the same positions) must not be published: keys and values
+ * would not be those of its tokens. In a hybrid model publish a page when its states were put, as it is put only once.
  *
  * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
  * It does not stop whoever can write to the store: authenticate values there.
@@ -1171,7 +1173,7 @@ typedef struct tkv_prefix_hash {
     unsigned char bytes[32];
 } tkv_prefix_hash;
 typedef struct tkv_prefix_extra { /* what a token stands for beside its number, such as an image */
-    int index;                    /* of the token; it decides the page */
+    int index;                    /* of the token, below n_tokens; it decides the page */
     const void *bytes;            /* [size], such as a hash of the image */
     size_t size;
 } tkv_prefix_extra;
@@ -1210,7 +1212,7 @@ typedef struct tkv_prefix_info {
  *   TKV_ERR_STATE         a table is missing or is still being learned
  *   TKV_ERR_UNSUPPORTED   layers with a window, with other numbers of sinks or in SQUAT; anchors; TKV_NO_SAVE or
  *                         TKV_NO_MOVES
- *   TKV_ERR_CAPACITY      more tokens than max_tokens
+ *   TKV_ERR_CAPACITY      more tokens than max_tokens; in place there is no memory for a table meanwhile
  *   TKV_ERR_ARG           n_pages is negative or more than the tokens have; a number is negative; bytes are missing
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET   no memory for a table meanwhile
  * Cost: O(bytes of tables) for the cache, then O(tokens). */
@@ -1221,7 +1223,8 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
  * again.
  *   out   (may be NULL) receives what was done
  * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (spare is not empty, a step is open), TKV_ERR_ARG (no such
- * sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save. The sequence is unchanged.
+ * sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save. The tokens of the sequence are unchanged;
+ * its reservation and that of the spare one end, and limits.state_bytes needs room for the states of a page twice.
  * Cost: that of tkv_get_prefix_hash, and O(bytes) of the pages that are put. It takes memory for one page. */
 TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                           const tkv_prefix_store *store, tkv_prefix_info *out);
@@ -1229,8 +1232,8 @@ TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params
  * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
  * a hybrid model the prefix ends where every stateful layer has its state.
  *   out   (may be NULL) receives what was found: append the tokens from out->n_tokens on
- * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty, a step is open), TKV_ERR_ARG (no such
- * sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty; a step is open in any), TKV_ERR_ARG (no
+ * such sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
  * Cost: O(tokens) hashes and O(bytes of values). */
 TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                         const tkv_prefix_store *store, tkv_prefix_info *out);

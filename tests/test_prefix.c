@@ -429,6 +429,38 @@ TEST(a_prefix_ends_where_states_are) {
     tkv_destroy(b);
 }
 
+/* A page without the states of all stateful layers, here or where it was published, ends no prefix. */
+TEST(no_prefix_without_its_states) {
+    tkv_config cfg = config_of(0);
+    tkv_prefix_params p = params_of(0, 800);
+    tkv_prefix_info info;
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    int kind;
+    cfg.limits.max_states = 8;
+    cfg.limits.state_bytes = 1 << 16;
+    for (kind = 0; kind < 4; kind++) {
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 800, 100), TKV_OK);
+        if (kind == 1) /* states elsewhere only */
+            CHECK_EQ(tkv_seq_put_state(a, 0, 0, 100, "x", 1), TKV_OK);
+        if (kind == 2) /* of one of two layers */
+            CHECK_EQ(tkv_seq_put_state(a, 0, 0, SINKS + 256, "x", 1), TKV_OK);
+        if (kind == 2) CHECK_EQ(tkv_seq_put_state(a, 0, 1, 100, "x", 1), TKV_OK);
+        CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+        CHECK_EQ(info.n_put, 2);
+        if (kind == 3) CHECK_EQ(tkv_seq_put_state(b, 1, 0, 7, "x", 1), TKV_OK); /* the adopter is hybrid */
+        CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+        CHECK_MSG(info.n_pages == (kind == 0 ? 2 : 0), "kind %d: %d pages", kind, info.n_pages);
+        CHECK_EQ(tkv_get_length(b, 0, TKV_ALL_LAYERS), info.n_tokens);
+        CHECK_EQ(info.bytes > 0, kind == 0);
+        check_cache(b);
+        empty_store(&s);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 /* What is not on the path of the plan ends what is published. */
 TEST(only_the_path_is_published) {
     static store s;
@@ -465,6 +497,81 @@ TEST(only_the_path_is_published) {
     }
 }
 
+/* Archived pages are adopted where a budget has a ladder, too, and published again. */
+TEST(caches_with_a_ladder) {
+    tkv_config cfg = config_of(0);
+    tkv_level levels[2];
+    tkv_prefix_params p = params_of(0, 1400);
+    tkv_prefix_info info;
+    static store s, again;
+    const tkv_prefix_store callbacks = store_of(&s), others = store_of(&again);
+    tkv_cache *a, *b;
+    memset(levels, 0, sizeof levels);
+    levels[0].warm = levels[1].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    levels[1].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+    cfg.budget.ladder = levels;
+    cfg.budget.n_levels = 2;
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1400, 20), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_put, 4);
+    CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, 4);
+    check_cache(b);
+    CHECK_EQ(tkv_seq_publish_prefix(b, &p, &others, &info), TKV_OK);
+    CHECK_EQ(info.n_put, 4);
+    empty_store(&s);
+    empty_store(&again);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Under a budget, what a page needs can come from its own blocks: then it is not published. */
+TEST(a_budget_spoils_no_page) {
+    tkv_config cfg = config_of(0);
+    tkv_level levels[2];
+    tkv_prefix_params p = params_of(0, 1176);
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    tkv_cache *fresh;
+    int spare_bytes, n_put = 0, n_short = 0;
+    memset(levels, 0, sizeof levels);
+    levels[0].archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    levels[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    levels[0].warm = levels[1].warm = levels[0].archive;
+    levels[0].warm_tokens = levels[1].warm_tokens = TKV_OFF;
+    levels[0].hot_tokens = levels[1].hot_tokens = 128;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    cfg.tiers.archive = levels[0].archive;
+    cfg.importance.sample_every = 32;
+    cfg.budget.bytes = (size_t)1 << 26;
+    cfg.budget.ladder = levels;
+    cfg.budget.n_levels = 2;
+    fresh = create_cache(&cfg);
+    for (spare_bytes = 0; spare_bytes < 120 * 1024; spare_bytes += 4096) {
+        tkv_cache *a = create_cache(&cfg);
+        tkv_memory_info m;
+        tkv_prefix_info info, found;
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 1176, 64), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(a, 0, TKV_FLUSH_FULL), TKV_OK);
+        CHECK_EQ(tkv_get_memory(a, &m), TKV_OK);
+        CHECK_EQ(tkv_set_budget(a, m.total + (size_t)spare_bytes), TKV_OK);
+        n_short += tkv_seq_publish_prefix(a, &p, &callbacks, &info) != TKV_OK || info.n_pages < 4;
+        check_cache(a);
+        tkv_destroy(a);
+        CHECK_EQ(tkv_seq_adopt_prefix(fresh, &p, &callbacks, &found), TKV_OK);
+        CHECK_MSG(found.n_pages == s.n && !found.n_rejected, "%d bytes: %d of %d pages", spare_bytes,
+                  found.n_pages, s.n);
+        CHECK_EQ(tkv_seq_reset(fresh, 0), TKV_OK);
+        n_put += s.n;
+        empty_store(&s);
+    }
+    CHECK(n_put > 20 && n_short > 0);
+    tkv_destroy(fresh);
+}
+
 /* >>failures */
 TEST(each_allocation_fails_once) {
     tkv_config cfg = config_of(0);
@@ -477,10 +584,13 @@ TEST(each_allocation_fails_once) {
     int i;
     memset(&memory, 0, sizeof memory);
     cfg.host.allocator = counting_allocator_of(&memory);
+    cfg.limits.max_states = 4;
+    cfg.limits.state_bytes = 1 << 16;
     for (i = 1; st && i < 300; i++) {
         tkv_cache *a = create_cache(&cfg);
         snapshot before;
         CHECK_EQ(append_to_all_layers(a, 0, 1, 1100, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_put_state(a, 0, 1, SINKS + 768, "state", 6), TKV_OK);
         before = snapshot_of(a);
         memory.fail_at = i;
         st = tkv_seq_publish_prefix(a, &p, &callbacks, NULL);
@@ -500,6 +610,7 @@ TEST(each_allocation_fails_once) {
         st = tkv_seq_adopt_prefix(b, &p, &callbacks, &info);
         memory.fail_at = 0;
         CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
+        CHECK(!st || tkv_get_last_error(b)[0]);
         check_cache_at(b, "a failed adoption", i);
         CHECK_EQ(tkv_get_length(b, 0, TKV_ALL_LAYERS), st && !info.n_pages ? 0 : info.n_tokens);
         CHECK_EQ(tkv_get_length(b, p.spare, TKV_ALL_LAYERS), 0);
@@ -519,6 +630,7 @@ TEST(refused) {
     tkv_prefix_info info;
     static store s;
     tkv_prefix_store callbacks = store_of(&s), none;
+    tkv_prefix_extra extra;
     tkv_prefix_hash h;
     memset(&none, 0, sizeof none);
     CHECK_EQ(append_to_all_layers(kv, 0, 1, 700, 100), TKV_OK);
@@ -552,6 +664,18 @@ TEST(refused) {
     CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
     q = p;
     q.n_extras = 1;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    q = p;
+    memset(&extra, 0, sizeof extra);
+    q.extras = &extra;
+    q.n_extras = 1;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_OK);
+    extra.size = 3;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    extra.bytes = "cat";
+    extra.index = -1;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    extra.index = 700;
     CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
     CHECK_EQ(tkv_get_prefix_hash(kv, &p, 3, &h), TKV_ERR_ARG); /* 700 tokens have two pages */
     CHECK_EQ(tkv_get_prefix_hash(kv, &p, -1, &h), TKV_ERR_ARG);
@@ -596,7 +720,10 @@ int main(int argc, char **argv) {
     RUN(wrong_values_end_the_prefix);
     RUN(pages_of_other_ages_join);
     RUN(a_prefix_ends_where_states_are);
+    RUN(no_prefix_without_its_states);
     RUN(only_the_path_is_published);
+    RUN(caches_with_a_ladder);
+    RUN(a_budget_spoils_no_page);
     RUN(each_allocation_fails_once);
     RUN(refused);
     return tkv_test_end();

@@ -13,8 +13,9 @@
  * prefix before it.
  *
  * Only pages whose blocks have left the hot tail on the path of the plan are published: hot, warm, archive, with the
- * table in the root, no token evicted, removed or moved. So the bytes of a page follow from its hash, but for the last
- * bits of the model's keys and values. The tier that a page has when it is published depends on its age.
+ * table in the root, no token evicted, removed or moved. Equal hashes do not mean equal bytes: the last bits of the
+ * model's keys and values can differ, the tier of a page depends on its age, and a block that was appended among many
+ * can go from hot to archive without being warm. Each of them is a right page.
  */
 #ifndef TKVI_PERSIST_PREFIX_H
 #define TKVI_PERSIST_PREFIX_H
@@ -58,6 +59,11 @@ static int tkvi_is_empty_seq(const tkv_cache *kv, int seq) {
     return !TKVI_HAS_STATES || !kv->states.list[seq].n;
 }
 
+/* The tiers of a layer in the plan: at the level of a cache that has free memory. */
+static const tkvi_tier_spec *tkvi_planned_tiers(const tkv_cache *kv, int layer) {
+    return &tkvi_tier_specs_of(&kv->tables, layer)[kv->budget.pressure.cfg.min_level];
+}
+
 /* >>hashes */
 /* Adds a field with its length, so that no two lists of fields are the same bytes. */
 static void tkvi_hash_field(tkvi_sha256 *s, const void *bytes, size_t n) {
@@ -81,7 +87,7 @@ static void tkvi_hash_layer(tkvi_sha256 *s, const tkv_cache *kv, int layer, uint
     int tier;
     tkvi_hash_number(s, p->stored_layer);
     if (p->stored_layer != layer) return;
-    spec = &tkvi_tier_specs_of(&kv->tables, layer)[0];
+    spec = tkvi_planned_tiers(kv, layer);
     tkvi_store_geometry(at, &p->geometry);
     tkvi_hash_field(s, at, 12);
     tkvi_store64(at, tkvi_rope_hash(p->rope));
@@ -142,26 +148,32 @@ static tkv_prefix_hash tkvi_hash_page(const tkvi_prefix *x, const tkv_prefix_has
 }
 
 /* >>the path of the plan */
+/* The layout of a tier in the plan, with the current table. */
+static int tkvi_planned_layout(const tkv_cache *kv, int layer, tkv_tier tier) {
+    const tkvi_tier_spec *spec = tkvi_planned_tiers(kv, layer);
+    const int version = kv->tables.current_version[layer];
+    return spec->layout[tier] + (spec->needs_table[tier] && version > 0 ? version : 0);
+}
+
 /* 1 if an entry has all tokens of its block, on the path of the plan. is_sinks: the block is that of the sinks. */
 static int tkvi_is_on_path(const tkv_cache *kv, int layer, const tkvi_entry *e, int tokens, int is_sinks) {
-    const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[0];
+    const tkvi_tier_spec *spec = tkvi_planned_tiers(kv, layer);
     const tkvi_block *b = &kv->pool.block[e->block];
-    const int version = kv->tables.current_version[layer];
-    const int warm = spec->layout[TKV_TIER_WARM] + (spec->needs_table[TKV_TIER_WARM] ? version : 0),
-              archive = spec->layout[TKV_TIER_ARCHIVE] + (spec->needs_table[TKV_TIER_ARCHIVE] ? version : 0);
+    const int warm = tkvi_planned_layout(kv, layer, TKV_TIER_WARM),
+              archive = tkvi_planned_layout(kv, layer, TKV_TIER_ARCHIVE);
     if (e->evicted_mask || e->n_packed || e->first_slot || e->end_slot || e->has_anchors || e->turned ||
-        tkvi_is_discarded(b))
+        tkvi_is_discarded(b) || b->first_position != e->start + e->shift)
         return 0;
     if (is_sinks) return b->layout == kv->tables.plan[layer].sink_layout;
-    if (tokens != TKVI_BLOCK || e->sink_mask) return 0;
+    if (tokens != TKVI_BLOCK || e->sink_mask || b->tier == TKV_TIER_HOT) return 0;
     if (b->layout == archive)
         return kv->tables.n_levels == 1 || !spec->warm || b->previous_layout == warm + 1;
     return spec->warm > 0 && b->layout == warm;
 }
 
 /* 1 if a sequence has the tokens first .. end - 1 as blocks on the path of the plan, in all layers. ahead: positions of
- * its tokens less their indices. */
-static int tkvi_has_page(const tkv_cache *kv, int seq, int first, int end, int ahead) {
+ * its tokens less their indices. is_all: 1 if it must have no more tokens. */
+static int tkvi_has_page(const tkv_cache *kv, int seq, int first, int end, int ahead, int is_all) {
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -177,7 +189,7 @@ static int tkvi_has_page(const tkv_cache *kv, int seq, int first, int end, int a
                 return 0;
             at += tokens;
         }
-        if (at != end) return 0;
+        if (at != end || (is_all && list->len != end)) return 0;
     }
     return 1;
 }
@@ -238,6 +250,8 @@ static tkv_status tkvi_publish_page(tkvi_prefix *x, const tkv_prefix_hash *hash)
     x->tokens[0] = x->page;
     x->tokens[1] = TKVI_HAS_STATES ? x->kv->states.n_stateful : 0;
     memcpy(x->tokens + TKVI_PAGE_HEAD, x->p->tokens + first, (size_t)tokens * sizeof *x->tokens);
+    /* memory for the copy can have come from blocks that were coded again */
+    if (!st && !tkvi_has_page(x->kv, x->p->spare, 0, tokens, first, 1)) return tkvi_empty_spare(x, TKV_OK);
     if (!st) st = tkvi_copy_states(x, x->p->seq, end, x->p->spare, tokens);
     if (!st) st = tkvi_put_page(x, hash, tokens);
     return tkvi_empty_spare(x, st);
@@ -248,10 +262,10 @@ static tkv_status tkvi_publish(tkvi_prefix *x) {
     for (; x->page < tkvi_n_pages(x) && !st; x->page++) {
         const int end = tkvi_page_end(x, x->page);
         const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
-        if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0)) break;
+        if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
         if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
         x->hash = hash;
-        if (st) break;
+        if (st || !tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
         x->info.n_pages++;
         x->info.n_tokens = end;
     }
@@ -268,9 +282,26 @@ static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
 static int tkvi_is_page(const tkvi_prefix *x, const tkv_load_info *info) {
     const int first = tkvi_page_start(x, x->page), tokens = tkvi_page_end(x, x->page) - first;
     return info->n_saved_tokens == TKVI_PAGE_HEAD + tokens && x->tokens[0] == x->page && x->tokens[1] >= 0 &&
+           x->tokens[1] <= x->kv->tables.cfg.model.n_layers &&
            tkvi_are_same_tokens(x->tokens + TKVI_PAGE_HEAD, x->p->tokens + first, tokens) &&
-           tkv_get_length(x->kv, x->p->spare, TKV_ALL_LAYERS) == tokens &&
-           tkvi_has_page(x->kv, x->p->spare, 0, tokens, first);
+           tkvi_has_page(x->kv, x->p->spare, 0, tokens, first, 1);
+}
+
+/* The file of one sequence does not say which layouts a block had. Those of a page were on the path of the plan. */
+static void tkvi_give_history(const tkvi_prefix *x) {
+    int layer, i;
+    for (layer = 0; layer < x->kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(x->kv, x->p->spare, layer);
+        const tkvi_list *list = tkvi_list_of(x->kv, x->p->spare, layer);
+        const tkvi_tier_spec *spec;
+        if (x->kv->tables.plan[layer].stored_layer != layer) continue;
+        spec = tkvi_planned_tiers(x->kv, layer);
+        for (i = list->sinks; i < list->n && spec->warm > 0; i++) {
+            tkvi_block *b = tkvi_block_of(x->kv, ids[i]);
+            if (b->tier == TKV_TIER_ARCHIVE)
+                b->previous_layout = (uint16_t)(tkvi_planned_layout(x->kv, layer, TKV_TIER_WARM) + 1);
+        }
+    }
 }
 
 /* Loads a value into the spare sequence, and joins its blocks to the sequence. *is_miss: 1 if the value is wrong. */
@@ -288,9 +319,10 @@ static tkv_status tkvi_adopt_page(tkvi_prefix *x, const tkv_prefix_hash *hash, c
     load.tokens = x->tokens;
     load.token_capacity = TKVI_PAGE_HEAD + end - first;
     st = tkv_seq_load(x->kv, &load, bytes, size, &info);
+    if (!st) tkvi_give_history(x);
     *is_miss = st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_CAPACITY || info.n_recoded > 0 ||
                (!st && !tkvi_is_page(x, &info));
-    if (!st && !*is_miss) st = tkv_seq_copy(x->kv, x->p->spare, first, TKV_UNLIMITED, x->p->seq, first);
+    if (!st && !*is_miss) st = tkv_seq_copy(x->kv, x->p->spare, first, end, x->p->seq, first);
     if (!st && !*is_miss) st = tkvi_copy_states(x, x->p->spare, end - first, x->p->seq, end);
     return tkvi_empty_spare(x, st);
 }
@@ -323,34 +355,58 @@ static int tkvi_get_pages(const tkvi_prefix *x, tkv_prefix_hash *hash, const voi
     return n_got < 0 ? 0 : tkvi_min(n_got, n);
 }
 
+/* 1 if the sequence has as many states after n tokens as a hybrid model needs: those of all stateful layers here, and
+ * as many as the publisher had. */
+static int tkvi_has_all_states(const tkvi_prefix *x, int n, int n_needed) {
+    size_t size;
+    int layer, n_states = 0;
+    if (!TKVI_HAS_STATES) return !n_needed;
+    for (layer = 0; layer < x->kv->tables.cfg.model.n_layers; layer++)
+        n_states += tkv_seq_get_state(x->kv, x->p->seq, layer, n, NULL, 0, &size) == TKV_OK;
+    return n_states >= tkvi_max(n_needed, x->kv->states.n_stateful);
+}
+
+/* Removes the pages behind the last one where every stateful layer has its state. The sentence of an error stays. */
+static void tkvi_cut_adopted(tkvi_prefix *x) {
+    char error[sizeof x->kv->call.error];
+    memcpy(error, x->kv->call.error, sizeof error);
+    while (x->info.n_pages && !tkvi_has_all_states(x, x->info.n_tokens, 0)) {
+        x->info.n_pages--; /* full memory for states has taken one away */
+        x->info.n_tokens = x->info.n_pages ? tkvi_page_end(x, x->info.n_pages - 1) : 0;
+    }
+    if (tkv_get_length(x->kv, x->p->seq, TKV_ALL_LAYERS) > x->info.n_tokens)
+        (void)tkv_seq_truncate(x->kv, x->p->seq, x->info.n_tokens);
+    tkvi_give_tiers(x->kv, x->p->seq);
+    memcpy(x->kv->call.error, error, sizeof error);
+}
+
 static tkv_status tkvi_adopt(tkvi_prefix *x) {
     tkv_prefix_hash hash[TKVI_PAGES_AT_ONCE];
     const void *bytes[TKVI_PAGES_AT_ONCE];
-    size_t size[TKVI_PAGES_AT_ONCE];
+    size_t size[TKVI_PAGES_AT_ONCE], n_bytes = 0;
     tkv_status st = TKV_OK;
     int i, n, is_miss = 0, len;
     do {
         n = tkvi_get_pages(x, hash, bytes, size);
         for (i = 0; i < n && !st && !is_miss; i++) {
+            x->kv->seq[x->p->seq].used = x->kv->call.clock + 1; /* as new as the spare sequence in its load */
             if (!bytes[i]) is_miss = 1;
             else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
             x->info.n_rejected += is_miss && bytes[i];
             if (st || is_miss) break;
-            x->info.bytes += size[i];
+            tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
+            n_bytes += size[i];
             x->hash = hash[i];
             x->page++;
             len = tkvi_page_end(x, x->page - 1);
-            if (x->tokens[1] && (!TKVI_HAS_STATES || tkv_seq_find_state(x->kv, x->p->seq, len) != len))
-                continue;
+            if (!tkvi_has_all_states(x, len, x->tokens[1])) continue;
             x->info.n_pages = x->page;
             x->info.n_tokens = len;
+            x->info.bytes = n_bytes;
         }
     } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
     if (is_miss) st = TKV_OK;
-    /* pages behind the last one where every stateful layer has its state are of no use */
-    if (tkv_get_length(x->kv, x->p->seq, TKV_ALL_LAYERS) > x->info.n_tokens)
-        (void)tkv_seq_truncate(x->kv, x->p->seq, x->info.n_tokens);
-    tkvi_give_tiers(x->kv, x->p->seq);
+    tkvi_cut_adopted(x);
     return st;
 }
 
@@ -400,12 +456,17 @@ static tkv_status tkvi_check_prefix_seqs(tkv_cache *kv, const tkv_prefix_params 
 }
 
 static tkv_status tkvi_check_prefix_params(tkv_cache *kv, const tkv_prefix_params *p) {
+    int i;
     if ((p->model_bytes && !p->model) || (p->salt_bytes && !p->salt) || p->n_tokens < 0 ||
         (p->n_tokens && !p->tokens) || p->n_extras < 0 || (p->n_extras && !p->extras))
         return tkvi_fail(kv, TKV_ERR_ARG, "model, salt, tokens or extras are missing, or a number is below 0",
                          0, NULL);
     if (p->n_tokens > kv->tables.cfg.limits.max_tokens)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "n_tokens is more than max_tokens", 0, NULL);
+    for (i = 0; i < p->n_extras; i++)
+        if ((p->extras[i].size && !p->extras[i].bytes) || p->extras[i].index < 0 ||
+            p->extras[i].index >= p->n_tokens)
+            return tkvi_fail(kv, TKV_ERR_ARG, "bytes are missing, or no token has the index: extra", i, "");
     return TKV_OK;
 }
 
