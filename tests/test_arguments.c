@@ -677,7 +677,7 @@ static int put_nowhere(void *user, const tkv_prefix_hash *hash, const void *byte
 }
 
 static tkv_status try_prefix(rig *r, int is_adopted, int seq, int spare, int n_tokens, int n_extras) {
-    static const int tokens[LENGTH];
+    static const int tokens[LENGTH] = {0};
     tkv_prefix_params p;
     tkv_prefix_store store;
     memset(&p, 0, sizeof p);
@@ -694,7 +694,7 @@ static tkv_status try_prefix(rig *r, int is_adopted, int seq, int spare, int n_t
 }
 
 static tkv_status try_prefix_hash(rig *r, int n_tokens, int n_pages) {
-    static const int tokens[LENGTH];
+    static const int tokens[LENGTH] = {0};
     tkv_prefix_params p;
     tkv_prefix_hash hash;
     memset(&p, 0, sizeof p);
