@@ -24092,12 +24092,16 @@ static tkv_tier tkvi_tier_of_level(const tkvi_tier_spec *spec, tkv_tier tier) {
     return tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : tier;
 }
 
+/* Number of the layout of a layer's tier, with the current table. spec: the layer's tiers at some level. */
+static int tkvi_layout_at_level(const tkvi_tables *t, int layer, const tkvi_tier_spec *spec, tkv_tier tier) {
+    return spec->layout[tier] +
+           (spec->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
+}
+
 /* Number of the layout that new blocks of a layer's tier get. */
 static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier of) {
-    const tkvi_tier_spec *r = &t->plan[layer].now;
-    const tkv_tier tier = tkvi_tier_of_level(r, of);
-    return r->layout[tier] +
-           (r->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
+    const tkvi_tier_spec *now = &t->plan[layer].now;
+    return tkvi_layout_at_level(t, layer, now, tkvi_tier_of_level(now, of));
 }
 
 /* The tiers of a layer at each level: an array of n_levels. */
@@ -47500,19 +47504,12 @@ static tkv_prefix_hash tkvi_hash_page(const tkvi_prefix *x, const tkv_prefix_has
 }
 
 /* >>the path of the plan */
-/* The layout of a tier in the plan, with the current table. */
-static int tkvi_planned_layout(const tkv_cache *kv, int layer, tkv_tier tier) {
-    const tkvi_tier_spec *spec = tkvi_planned_tiers(kv, layer);
-    const int version = kv->tables.current_version[layer];
-    return spec->layout[tier] + (spec->needs_table[tier] && version > 0 ? version : 0);
-}
-
 /* 1 if an entry has all tokens of its block, on the path of the plan. is_sinks: the block is that of the sinks. */
 static int tkvi_is_on_path(const tkv_cache *kv, int layer, const tkvi_entry *e, int tokens, int is_sinks) {
     const tkvi_tier_spec *spec = tkvi_planned_tiers(kv, layer);
     const tkvi_block *b = &kv->pool.block[e->block];
-    const int warm = tkvi_planned_layout(kv, layer, TKV_TIER_WARM),
-              archive = tkvi_planned_layout(kv, layer, TKV_TIER_ARCHIVE);
+    const int warm = tkvi_layout_at_level(&kv->tables, layer, spec, TKV_TIER_WARM),
+              archive = tkvi_layout_at_level(&kv->tables, layer, spec, TKV_TIER_ARCHIVE);
     if (e->evicted_mask || e->n_packed || e->first_slot || e->end_slot || e->has_anchors || e->turned ||
         tkvi_is_discarded(b) || b->first_position != e->start + e->shift)
         return 0;
@@ -47651,7 +47648,8 @@ static void tkvi_give_history(const tkvi_prefix *x) {
         for (i = list->sinks; i < list->n && spec->warm > 0; i++) {
             tkvi_block *b = tkvi_block_of(x->kv, ids[i]);
             if (b->tier == TKV_TIER_ARCHIVE)
-                b->previous_layout = (uint16_t)(tkvi_planned_layout(x->kv, layer, TKV_TIER_WARM) + 1);
+                b->previous_layout =
+                    (uint16_t)(tkvi_layout_at_level(&x->kv->tables, layer, spec, TKV_TIER_WARM) + 1);
         }
     }
 }
@@ -47763,7 +47761,8 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
 }
 
 /* >>calls */
-static tkv_status tkvi_check_path(tkv_cache *kv) {
+/* Checks that pages of this cache can be shared. *sinks: of its layers. */
+static tkv_status tkvi_check_path(tkv_cache *kv, int *sinks) {
     const tkvi_plan *first = NULL;
     int layer;
     if (kv->tables.cfg.tiers.n_anchors)
@@ -47772,6 +47771,7 @@ static tkv_status tkvi_check_path(tkv_cache *kv) {
         const tkvi_plan *p = &kv->tables.plan[layer];
         if (p->stored_layer != layer) continue;
         if (!first) first = p;
+        *sinks = first->sink;
         if (p->sink != first->sink)
             return tkvi_fail(kv, TKV_ERR_UNSUPPORTED, "pages need as many sinks as in layer 0: layer", layer,
                              "");
@@ -47825,15 +47825,13 @@ static tkv_status tkvi_check_prefix_params(tkv_cache *kv, const tkv_prefix_param
 /* Makes the root. The parameters were checked. */
 static tkv_status tkvi_begin_prefix(tkvi_prefix *x, tkv_cache *kv, const tkv_prefix_params *p) {
     uint8_t *room = NULL;
-    tkv_status st = tkvi_check_path(kv);
-    int layer;
+    tkv_status st;
     memset(x, 0, sizeof *x);
+    st = tkvi_check_path(kv, &x->sinks);
     if (st) return st;
     x->kv = kv;
     x->p = p;
     x->scratch = tkvi_scratch_of(kv, NULL, 0);
-    for (layer = kv->tables.cfg.model.n_layers - 1; layer >= 0; layer--)
-        if (kv->tables.plan[layer].stored_layer == layer) x->sinks = kv->tables.plan[layer].sink;
     st = tkvi_take_scratch(&x->scratch, tkvi_room_for_piece(kv), &room);
     if (!st) tkvi_hash_root(x, room);
     tkvi_give_back(&x->scratch, 0);

@@ -43,6 +43,11 @@ static inline void *allocate(size_t n, size_t size) {
     return p;
 }
 
+/* Returns why a call failed. */
+static inline const char *cache_fault(const tkv_cache *kv, tkv_status status) {
+    return *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status);
+}
+
 static inline double seconds(void) { /* CPU time of the program, which has one thread */
     return (double)clock() / CLOCKS_PER_SEC;
 }
@@ -432,8 +437,7 @@ static inline tkv_status load_sequence(tkv_cache *kv, saved *s) {
 
 /* Returns why a sequence was not saved or loaded. */
 static inline const char *saved_fault(const tkv_cache *kv, tkv_status status) {
-    if (status == TKV_ERR_IO && errno) return strerror(errno);
-    return *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status);
+    return status == TKV_ERR_IO && errno ? strerror(errno) : cache_fault(kv, status);
 }
 
 static inline int are_tokens(const llama_model *m, const int *numbers, int n) {

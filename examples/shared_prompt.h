@@ -48,16 +48,12 @@ static inline parsed parse_shared_option(shared_prompt *s, const char *name, con
 }
 
 /* >>tables */
-static inline const char *shared_error(const tkv_cache *kv, tkv_status status) {
-    return *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status);
-}
-
 static inline void read_tokens(const shared_prompt *s, tkv_cache *kv, const int *tokens, int n) {
     const double start = seconds();
     for (int done = 0; done < n;) {
         const int chunk = llama_chunk(&s->cfg, tkv_get_length(kv, 0, TKV_ALL_LAYERS), n - done);
         const tkv_status status = llama_forward(&s->model, kv, 0, tokens + done, chunk, s->logits, 1);
-        if (status != TKV_OK) fail("%s", shared_error(kv, status));
+        if (status != TKV_OK) fail("%s", cache_fault(kv, status));
         done += chunk;
         show_bar("reading", done, n, start);
     }
@@ -103,7 +99,7 @@ static inline void learn_tables(const shared_prompt *s, const tkv_prefix_hash *k
     read_tokens(s, kv, s->tokens, n);
     tkv_status status = tkv_freeze_calibration(kv);
     if (status == TKV_OK) status = tkv_save_calibration(kv, NULL, 0, &size);
-    if (status != TKV_OK) fail("%s", shared_error(kv, status));
+    if (status != TKV_OK) fail("%s", cache_fault(kv, status));
     void *bytes = allocate(size, 1);
     if (tkv_save_calibration(kv, bytes, size, NULL) == TKV_OK)
         (void)s->store.put(s->store.user, key, bytes, size);
@@ -182,13 +178,13 @@ static inline void run_shared_prompt(shared_prompt *s) {
     p.salt_bytes = strlen(s->salt);
     const double start = latency_now();
     tkv_status status = tkv_seq_adopt_prefix(kv, &p, &s->store, &found);
-    if (status != TKV_OK && status != TKV_ERR_STATE) fail("%s", shared_error(kv, status));
+    if (status != TKV_OK && status != TKV_ERR_STATE) fail("%s", cache_fault(kv, status));
     const double adopted = latency_now();
     read_tokens(s, kv, s->tokens + found.n_tokens, s->n_tokens - found.n_tokens);
     const double first = latency_now();
     write_logits(s);
     if (s->publishes && status == TKV_OK) status = tkv_seq_publish_prefix(kv, &p, &s->store, &put);
-    if (status != TKV_OK && status != TKV_ERR_STATE) fail("%s", shared_error(kv, status));
+    if (status != TKV_OK && status != TKV_ERR_STATE) fail("%s", cache_fault(kv, status));
     const double published = latency_now();
     write_text(s, kv);
     printf("\n[prompt of %s tokens: %s from the store, %d pages in %.1f ms, %s bytes; %s read in %.1f ms]\n",

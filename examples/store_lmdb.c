@@ -187,7 +187,7 @@ static void set_defaults(lmdb_store *s) {
 }
 
 static tkv_prefix_store open_store(lmdb_store *s) {
-    tkv_prefix_store store;
+    const tkv_prefix_store store = {s, store_get, store_put, store_has};
     MDB_txn *txn = NULL;
     int failed;
     if (mkdir(s->path, 0700) && errno != EEXIST) fail("cannot make %s: %s", s->path, strerror(errno));
@@ -203,10 +203,6 @@ static tkv_prefix_store open_store(lmdb_store *s) {
     if (!failed) failed = mdb_dbi_open(txn, "counts", MDB_CREATE, &s->counts);
     if (!failed) failed = mdb_txn_commit(txn);
     if (failed) fail("cannot open the store %s: %s", s->path, mdb_strerror(failed));
-    store.user = s;
-    store.get = store_get;
-    store.put = store_put;
-    store.has = store_has;
     return store;
 }
 

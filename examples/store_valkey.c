@@ -254,12 +254,8 @@ static void set_defaults(valkey_store *s) {
 
 /* The connection comes with the first call. */
 static tkv_prefix_store open_store(valkey_store *s) {
-    tkv_prefix_store store;
+    const tkv_prefix_store store = {s, store_get, store_put, store_has};
     if (s->user && !s->password) fail("--user needs the password in TKV_STORE_PASSWORD");
-    store.user = s;
-    store.get = store_get;
-    store.put = store_put;
-    store.has = store_has;
     return store;
 }
 

@@ -2,7 +2,7 @@
 """examples/metrics.c compiles with the command in its first lines, and serves a running cache: Prometheus text and JSON that
 agree, an orderly refusal for everything else, and no delay by slow, silent or many clients.
 
-TKV_TEST_STRICT=1: a test whose tools are missing fails. TKV_TEST_CFLAGS: more words for the compiler, such as sanitizers."""
+tests/programs.py says what TKV_TEST_STRICT and TKV_TEST_CFLAGS do."""
 import http.client
 import json
 import os
@@ -18,30 +18,10 @@ import unittest
 
 sys.dont_write_bytecode = True
 import results
+from programs import ROOT, STRICT, build, has_header
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-STRICT = os.environ.get("TKV_TEST_STRICT") == "1"
 WARNINGS = "-std=c99 -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow".split()
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-def has_header():
-    done = subprocess.run(["cc", "-E", "-"], input="#include <microhttpd.h>\n", capture_output=True, text=True)
-    return done.returncode == 0
-
-
-def build(folder):
-    """Builds the program in a folder. LIBRARY: `make test` has compiled the library."""
-    with open(os.path.join(ROOT, "examples", "metrics.c"), encoding="utf-8") as f:
-        command = re.search(r"^ \* (cc .*?) && \./metrics$", f.read(), re.M).group(1)
-    program = os.path.join(folder, "metrics")
-    library = os.environ.get("LIBRARY", "examples/tieredkv.c")
-    words = [program if w == "metrics" else library if w == "examples/tieredkv.c" else w for w in command.split()]
-    done = subprocess.run(words + WARNINGS + os.environ.get("TKV_TEST_CFLAGS", "").split(), cwd=ROOT, capture_output=True,
-                          text=True)
-    if (done.returncode, done.stderr) != (0, ""):
-        raise AssertionError("%s\n%s" % (" ".join(words), done.stderr))
-    return program
 
 
 class Server:
@@ -105,7 +85,7 @@ def read_all(s):
         s.close()
 
 
-@unittest.skipUnless(STRICT or has_header(), "microhttpd.h is missing (package libmicrohttpd-dev)")
+@unittest.skipUnless(STRICT or has_header("microhttpd.h"), "microhttpd.h is missing (package libmicrohttpd-dev)")
 class Metrics(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -113,7 +93,7 @@ class Metrics(unittest.TestCase):
         cls.addClassCleanup(cls.folder.cleanup)
         cls.fault = ""  # why no test can run
         try:
-            cls.program = build(cls.folder.name)
+            cls.program = build(cls.folder.name, "metrics", WARNINGS)
             cls.server = Server(cls.program)
             cls.addClassCleanup(cls.check_end)
         except AssertionError as e:

@@ -67,11 +67,7 @@ static int store_has(void *user, const tkv_prefix_hash *hash) {
 }
 
 static tkv_prefix_store store_of(store *s) {
-    tkv_prefix_store p;
-    p.user = s;
-    p.get = store_get;
-    p.put = store_put;
-    p.has = store_has;
+    const tkv_prefix_store p = {s, store_get, store_put, store_has};
     return p;
 }
 

@@ -2,7 +2,7 @@
 """Programs that share a prompt through a store of prefixes: examples/store_lmdb.c, store_valkey.c. Each is another process. The text and the
 logits are those of adopting once more, whatever happens to the store; a damaged store gives the text of no store.
 
-TKV_TEST_STRICT=1: a test whose package is missing fails. TKV_TEST_CFLAGS: more words for the compiler, such as sanitizers."""
+tests/programs.py says what TKV_TEST_STRICT and TKV_TEST_CFLAGS do."""
 import os
 import random
 import re
@@ -18,34 +18,17 @@ import unittest
 
 sys.dont_write_bytecode = True
 import results
+from programs import ROOT, STRICT, build, has_header
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 DEMO = os.path.join(ROOT, "examples", "data", "demo.gguf")
 PROMPT = os.path.join(ROOT, "examples", "data", "demo_prompt.txt")
 
 
 def missing(what):
     """A package that is not here: the tests are skipped and counted, or fail where the package was installed."""
-    if os.environ.get("TKV_TEST_STRICT") == "1":
+    if STRICT:
         raise RuntimeError(what)
     raise unittest.SkipTest(what)
-
-
-def build(name, folder, header, package):
-    """Builds examples/NAME.c with the command in its first lines. LIBRARY: `make test` has compiled the library."""
-    program = os.path.join(folder, name)
-    with open(os.path.join(ROOT, "examples", name + ".c"), encoding="utf-8") as f:
-        command = re.search(r"^ \* (cc .*?) && ", f.read(), re.M).group(1)
-    probe = subprocess.run(["cc", "-E", "-x", "c", "-"], input="#include <%s>\n" % header, capture_output=True, text=True)
-    if probe.returncode:
-        missing("%s is missing: install %s" % (header, package))
-    library = os.environ.get("LIBRARY")
-    words = [library if library and w == "examples/tieredkv.c" else program if w == name else w
-             for w in command.split() + os.environ.get("TKV_TEST_CFLAGS", "").split()]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode or done.stderr:
-        raise RuntimeError(done.stderr)
-    return program
 
 
 class Store(unittest.TestCase):
@@ -89,7 +72,9 @@ class Lmdb(Store):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.program = build("store_lmdb", cls.folder.name, "lmdb.h", "liblmdb-dev")
+        if not has_header("lmdb.h"):
+            missing("lmdb.h is missing: install liblmdb-dev")
+        cls.program = build(cls.folder.name, "store_lmdb")
 
     def options(self):
         return ["--store", os.path.join(self.place, "db")]
@@ -180,7 +165,9 @@ class Valkey(Store):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.program = build("store_valkey", cls.folder.name, "hiredis/hiredis.h", "libhiredis-dev")
+        if not has_header("hiredis/hiredis.h"):
+            missing("hiredis.h is missing: install libhiredis-dev")
+        cls.program = build(cls.folder.name, "store_valkey")
         server = shutil.which("valkey-server") or shutil.which("redis-server")
         if not server:
             missing("no server: install redis-server or valkey-server")

@@ -188,12 +188,16 @@ static tkv_tier tkvi_tier_of_level(const tkvi_tier_spec *spec, tkv_tier tier) {
     return tier == TKV_TIER_ARCHIVE && spec->warm == TKVI_FOREVER ? TKV_TIER_WARM : tier;
 }
 
+/* Number of the layout of a layer's tier, with the current table. spec: the layer's tiers at some level. */
+static int tkvi_layout_at_level(const tkvi_tables *t, int layer, const tkvi_tier_spec *spec, tkv_tier tier) {
+    return spec->layout[tier] +
+           (spec->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
+}
+
 /* Number of the layout that new blocks of a layer's tier get. */
 static int tkvi_layout_of(const tkvi_tables *t, int layer, tkv_tier of) {
-    const tkvi_tier_spec *r = &t->plan[layer].now;
-    const tkv_tier tier = tkvi_tier_of_level(r, of);
-    return r->layout[tier] +
-           (r->needs_table[tier] && t->current_version[layer] > 0 ? t->current_version[layer] : 0);
+    const tkvi_tier_spec *now = &t->plan[layer].now;
+    return tkvi_layout_at_level(t, layer, now, tkvi_tier_of_level(now, of));
 }
 
 /* The tiers of a layer at each level: an array of n_levels. */
