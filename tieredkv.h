@@ -242,6 +242,8 @@
  *   Positions and masks of a call. token_positions of tkv_append_params gives each new token a position, as images and
  *   draft trees need it. row_ends of tkv_attend_params lets the tokens of an image see all of it in a causal chunk.
  *   first_rows of both names the row at which each sequence of a batch begins, for batches padded on the left.
+ *   query_positions gives queries a position of their own: one context can lie in several sequences, caches or
+ *   processes, and tkv_merge_attention joins what each of them gives.
  *
  *   States. A recurrent layer has no keys that could be cut: it must begin again from a state. tkv_seq_put_state keeps
  *   a copy of such bytes after the first n tokens, for a layer and a sequence. It may be a no_cache layer. States count
@@ -2264,6 +2266,11 @@ typedef struct tkv_attend_params {
     /* NULL, or for each row the number of tokens, by index, that it sees: more than its own index. So tokens of an
      * image see all of it in a causal chunk. NULL: a row sees the tokens up to its own. */
     const int *row_ends;
+    /* NULL, or for each row the position of its query, 0 to 2^30 - 1, for one context in several sequences, caches or
+     * processes: the queries are tokens that this sequence need not have, newer than all that it has. A row sees the
+     * keys at its position and before; the window and ALiBi count from there. Any number of queries, even if there
+     * are no tokens. Join the results by tkv_merge_attention. Not with first_queries or row_ends. */
+    const int *query_positions;
     int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
     float softcap; /* 0: no soft cap */
     const float *alibi_slopes; /* NULL, or one finite slope per query head */
@@ -33928,27 +33935,30 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
-/* Index of the first query of a batch entry. */
+/* Index of the first query of a batch entry. Queries with a position of their own are newer than all tokens. */
 static int tkvi_first_query(const tkvi_call *c, int item) {
-    return c->p->first_queries
-               ? c->p->first_queries[item]
-               : tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len - c->rows[item].n;
+    const int len = tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len;
+    if (c->p->query_positions) return len;
+    return c->p->first_queries ? c->p->first_queries[item] : len - c->rows[item].n;
 }
 
-/* The least index that the n tokens of a list from index `query` on see, sinks beyond the window aside; below `expired`
- * if they would see an expired token. Expired tokens have positions before those of the first block that may expire. */
-static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, int n, int window) {
+/* The least index that n queries from index `query` on see, sinks beyond the window aside; below `expired` if they
+ * would see an expired token. Expired tokens have positions before those of the first block that may expire. positions:
+ * NULL, or [n] of queries that are no tokens of the list. */
+static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, int n, int window,
+                            const int *positions) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int first = tkvi_first_to_expire(kv, layer, list, ids);
-    int i, lowest = TKVI_FOREVER, oldest = list->len;
+    int i, row, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
     for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
         if (tkvi_block_start(kv, ids, i - 1) < query + n)
             lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
                                           kv->pool.entry[ids[i - 1]].shift);
+    for (row = 0; positions && row < n; row++) lowest = tkvi_min(lowest, positions[row]);
     lowest -= window - 1;
-    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
+    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, positions ? lowest : query + 1 - window);
     if (query < list->expired && (i == list->n || tkvi_block_start(kv, ids, i) > query))
         return list->expired - 1; /* the first query itself has expired */
     for (i = list->n; i-- > first;) {
@@ -33964,14 +33974,18 @@ static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
     return p->first_rows ? p->first_rows[item] : before;
 }
 
-/* 1 if first_rows and row_ends are valid for a batch entry. first: index of its first query. len: tokens of the
- * sequence. */
+/* 1 if first_rows, row_ends and query_positions are valid for a batch entry. first: index of its first query. len:
+ * tokens of the sequence. */
 static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int first, int n, int len) {
     int query;
     if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
         const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
         if (end <= first + query || end > len) return 0;
+    }
+    for (query = 0; p->query_positions && query < n; query++) {
+        const int position = p->query_positions[tkvi_first_row(p, item, before) + query];
+        if (position < 0 || position >= TKVI_POSITIONS) return 0;
     }
     return 1;
 }
@@ -34013,6 +34027,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->first_kv_head < 0 || p->first_kv_head >= g->n_kv_heads || p->n_kv_heads < 0 ||
         p->n_kv_heads > g->n_kv_heads - p->first_kv_head)
         return TKV_ERR_ARG;
+    if (p->query_positions && (p->first_queries || p->row_ends)) return TKV_ERR_ARG;
     c->n_kv_heads = p->n_kv_heads ? p->n_kv_heads : g->n_kv_heads - p->first_kv_head;
     c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
@@ -34029,11 +34044,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         if (p->first_queries ? c->rows[i].n > len - first : !p->non_causal && first < 0) return TKV_ERR_RANGE;
         if (!tkvi_are_rows_valid(p, i, n_queries, first, c->rows[i].n, len)) return TKV_ERR_ARG;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window);
+        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window,
+                                  p->query_positions ? p->query_positions + tkvi_first_row(p, i, n_queries)
+                                                     : NULL);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest,
-                                p->non_causal || p->row_ends ? len : first + c->rows[i].n))
+                                p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n)))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
@@ -34135,14 +34152,15 @@ static void tkvi_visible_rows(const tkvi_work_tile *u, int i, int all, int *low,
 /* Sets what depends on the indices and positions of the tile's queries. */
 static void tkvi_place_rows(tkvi_work_tile *u) {
     const tkv_cache *kv = u->call->kv;
-    const int *row_ends = u->call->p->row_ends;
+    const int *row_ends = u->call->p->row_ends, *positions = u->call->p->query_positions;
     int r;
     u->first_end = u->lowest = TKVI_FOREVER;
     u->last_end = u->highest = 0;
     for (r = 0; r < u->rows; r++) {
-        const int index = tkvi_index_of(u, r), position = tkvi_index_position(kv, u->list, u->ids, index);
+        const int index = tkvi_index_of(u, r), row = u->seq_row + tkvi_query_of(u, r),
+                  position = positions ? positions[row] : tkvi_index_position(kv, u->list, u->ids, index);
         u->shift[r] = position - index;
-        u->end[r] = row_ends ? row_ends[u->seq_row + tkvi_query_of(u, r)] : index + 1;
+        u->end[r] = positions ? u->list->len : row_ends ? row_ends[row] : index + 1;
         u->first_end = tkvi_min(u->first_end, u->end[r]);
         u->last_end = tkvi_max(u->last_end, u->end[r]);
         u->lowest = tkvi_min(u->lowest, position);
@@ -36208,9 +36226,11 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
     const int len = list->len, first = tkvi_first_query(c, item), at = first + query;
-    const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
+    const int of_key = j + kv->pool.entry[ids[i]].shift,
+              of_query =
+                  p->query_positions ? p->query_positions[row] : tkvi_index_position(kv, list, ids, at);
     const int by_index = tkvi_block_end(kv, list, ids, i) > first;
-    const int end = p->row_ends ? p->row_ends[row] : at + 1;
+    const int end = p->query_positions ? len : p->row_ends ? p->row_ends[row] : at + 1;
     const int is_sink = i < list->sinks || (tkvi_sink_mask(&kv->pool, ids[i]) >> slot & 1);
     double s = 0.0, add = 0.0;
     *seen = 0;

@@ -789,6 +789,11 @@ typedef struct tkv_attend_params {
     /* NULL, or for each row the number of tokens, by index, that it sees: more than its own index. So tokens of an
      * image see all of it in a causal chunk. NULL: a row sees the tokens up to its own. */
     const int *row_ends;
+    /* NULL, or for each row the position of its query, 0 to 2^30 - 1, for one context in several sequences, caches or
+     * processes: the queries are tokens that this sequence need not have, newer than all that it has. A row sees the
+     * keys at its position and before; the window and ALiBi count from there. Any number of queries, even if there
+     * are no tokens. Join the results by tkv_merge_attention. Not with first_queries or row_ends. */
+    const int *query_positions;
     int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
     float softcap; /* 0: no soft cap */
     const float *alibi_slopes; /* NULL, or one finite slope per query head */

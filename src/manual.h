@@ -240,6 +240,8 @@
  *   Positions and masks of a call. token_positions of tkv_append_params gives each new token a position, as images and
  *   draft trees need it. row_ends of tkv_attend_params lets the tokens of an image see all of it in a causal chunk.
  *   first_rows of both names the row at which each sequence of a batch begins, for batches padded on the left.
+ *   query_positions gives queries a position of their own: one context can lie in several sequences, caches or
+ *   processes, and tkv_merge_attention joins what each of them gives.
  *
  *   States. A recurrent layer has no keys that could be cut: it must begin again from a state. tkv_seq_put_state keeps
  *   a copy of such bytes after the first n tokens, for a layer and a sequence. It may be a no_cache layer. States count

@@ -1214,6 +1214,132 @@ TEST(queries_of_older_tokens) {
             }
 }
 
+/* One context in two sequences, as in two processes: stripes of it by turns, each with queries at their positions. What
+ * the parts give is joined, and is what one sequence gives. */
+TEST(one_context_in_stripes) {
+    enum { LEN = 700, N = 60, HEADS = 2 * KV_HEADS };
+    static const int border[] = {0, 132, 388, 516, LEN}; /* by turns of sequences 1 and 2 */
+    static const tkv_format formats[] = {TKV_F32, TKV_KIVI4, TKV_INT8};
+    static const int sizes[] = {1, 9, N}, windows[] = {0, 90, 400};
+    static float q[N * HEADS * DIM], want[N * HEADS * V_DIM], out[2][N * HEADS * V_DIM];
+    static float lse[2][N * HEADS], want_lse[N * HEADS];
+    static const float slopes[HEADS] = {0.5f, 0.001f};
+    tkv_rng rng = tkv_rng_seed(41);
+    int f, i, w, r, with_slopes, position[N];
+    tkv_rng_fill(&rng, q, COUNT(q), 1.5);
+    for (f = 0; f < COUNT(formats); f++) {
+        tkv_config cfg = make_config(1, 3);
+        tkv_cache *kv;
+        cfg.tiers.warm.k = cfg.tiers.warm.v = cfg.tiers.archive.k = cfg.tiers.archive.v = formats[f];
+        cfg.host.precise = 1;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 3, LEN, 50), TKV_OK);
+        for (i = 0; i < COUNT(border) - 1; i++)
+            CHECK_EQ(tkv_seq_copy(kv, 0, border[i], border[i + 1], 1 + i % 2, border[i]), TKV_OK);
+        for (i = 0; i < COUNT(sizes); i++)
+            for (w = 0; w < COUNT(windows); w++)
+                for (with_slopes = 0; with_slopes < 2; with_slopes++) {
+                    const int n = sizes[i];
+                    tkv_attend_params p;
+                    memset(&p, 0, sizeof p);
+                    p.n = n;
+                    p.q = q;
+                    p.window = windows[w];
+                    p.alibi_slopes = with_slopes ? slopes : NULL;
+                    p.out = want;
+                    p.lse = want_lse;
+                    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                    for (r = 0; r < n; r++) position[r] = LEN - n + r;
+                    p.query_positions = position;
+                    p.out = out[0]; /* the queries of a sequence itself */
+                    p.lse = lse[0];
+                    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                    CHECK(memcmp(out[0], want, (size_t)(n * HEADS * V_DIM) * sizeof *want) == 0);
+                    CHECK(memcmp(lse[0], want_lse, (size_t)(n * HEADS) * sizeof *want_lse) == 0);
+                    for (r = 0; r < 2; r++) {
+                        p.seq = 1 + r;
+                        p.out = out[r];
+                        p.lse = lse[r];
+                        CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+                        CHECK_LE(reference_error(kv, p.seq, 0, &p, n), 0.005);
+                    }
+                    tkv_merge_attention(out[0], lse[0], out[1], lse[1], n * HEADS, V_DIM);
+                    CHECK_LE(mean_squared_difference(out[0], want, n * HEADS * V_DIM), 1e-12);
+                    CHECK_LE(mean_squared_difference(lse[0], want_lse, n * HEADS), 1e-10);
+                }
+        tkv_destroy(kv);
+    }
+}
+
+/* Queries that are no tokens of the sequence: it can be empty, shorter than the queries, and newer than them. */
+TEST(queries_of_other_sequences) {
+    enum { N = 40, HEADS = 2 * KV_HEADS };
+    static float q[N * HEADS * DIM], out[N * HEADS * V_DIM], lse[N * HEADS];
+    tkv_config cfg = make_config(1, 2);
+    tkv_attend_params p;
+    tkv_layer_info info;
+    tkv_cache *kv;
+    tkv_rng rng = tkv_rng_seed(42);
+    int i, r, n, position[N], first = 0, ends[N];
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    memset(&p, 0, sizeof p);
+    p.q = q;
+    p.out = out;
+    p.lse = lse;
+    p.query_positions = position;
+    cfg.model.rope.dim = DIM; /* so that keys can move */
+    for (r = 0; r < N; r++) position[r] = 100 + r;
+    kv = create_cache(&cfg);
+    for (i = 0; i < 3; i++) {
+        const int from = i == 2 ? 5000 : 0; /* no key; keys at 0 .. 2; then keys behind all queries */
+        if (i == 1) CHECK_EQ(append_to_all_layers(kv, 0, 3, 3, 3), TKV_OK);
+        if (i == 2) CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, from), TKV_OK);
+        for (n = 1; n <= N; n += N - 1) {
+            p.n = n;
+            memset(out, 1, sizeof out);
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            CHECK_LE(reference_error(kv, 0, 0, &p, n), 0.005);
+            for (r = 0; r < n * HEADS; r++) CHECK_EQ(tkv_test_is_finite((double)lse[r]), i == 1);
+            for (r = 0; r < n * HEADS * V_DIM && i != 1; r++) CHECK(out[r] == 0.0f);
+            p.non_causal = 1; /* all keys */
+            CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            CHECK_LE(reference_error(kv, 0, 0, &p, n), 0.005);
+            for (r = 0; r < n * HEADS; r++) CHECK_EQ(tkv_test_is_finite((double)lse[r]), i > 0);
+            p.non_causal = 0;
+        }
+    }
+    p.first_queries = &first;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    p.first_queries = NULL;
+    p.row_ends = ends;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    p.row_ends = NULL;
+    position[N - 1] = -1;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    CHECK_EQ(tkv_attend_reference(kv, &p), TKV_ERR_ARG);
+    position[N - 1] = 1 << 30;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
+    position[N - 1] = (1 << 30) - 1;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    tkv_destroy(kv);
+    cfg.model.window = 100; /* keys that a query needs can have expired */
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 3, 600, 50), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.expired > 200 && info.expired < 450);
+    p.n = 1;
+    for (i = 0; i < 2; i++) {
+        for (r = 0; r < 800; r++) {
+            const int is_there = r - 99 >= info.expired;
+            position[0] = r + 5 * i;
+            CHECK_EQ(tkv_attend_ex(kv, &p), is_there ? TKV_OK : TKV_ERR_RANGE);
+            if (is_there) CHECK_LE(reference_error(kv, 0, 0, &p, 1), 0.02);
+        }
+        if (i == 0) CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 5), TKV_OK);
+    }
+    tkv_destroy(kv);
+}
+
 /* Old queries of a layer with a window, as far as no key of theirs has expired. And before discarded tokens. */
 TEST(older_queries_need_their_keys) {
     static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
@@ -2129,6 +2255,8 @@ int main(int argc, char **argv) {
     RUN(jumps_without_memory_change_nothing);
     RUN(rows_see_to_their_ends);
     RUN(queries_of_older_tokens);
+    RUN(one_context_in_stripes);
+    RUN(queries_of_other_sequences);
     RUN(older_queries_need_their_keys);
     RUN(padded_batches_equal_packed_ones);
     RUN(copied_tokens_attend_as_if_read_there);

@@ -105,27 +105,30 @@ static void tkvi_fail_call(const tkvi_call *c, tkv_status st) {
 #endif
 }
 
-/* Index of the first query of a batch entry. */
+/* Index of the first query of a batch entry. Queries with a position of their own are newer than all tokens. */
 static int tkvi_first_query(const tkvi_call *c, int item) {
-    return c->p->first_queries
-               ? c->p->first_queries[item]
-               : tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len - c->rows[item].n;
+    const int len = tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len;
+    if (c->p->query_positions) return len;
+    return c->p->first_queries ? c->p->first_queries[item] : len - c->rows[item].n;
 }
 
-/* The least index that the n tokens of a list from index `query` on see, sinks beyond the window aside; below `expired`
- * if they would see an expired token. Expired tokens have positions before those of the first block that may expire. */
-static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, int n, int window) {
+/* The least index that n queries from index `query` on see, sinks beyond the window aside; below `expired` if they
+ * would see an expired token. Expired tokens have positions before those of the first block that may expire. positions:
+ * NULL, or [n] of queries that are no tokens of the list. */
+static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, int n, int window,
+                            const int *positions) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int first = tkvi_first_to_expire(kv, layer, list, ids);
-    int i, lowest = TKVI_FOREVER, oldest = list->len;
+    int i, row, lowest = TKVI_FOREVER, oldest = list->len;
     if (!window) return 0;
     for (i = list->n; i > 0 && tkvi_block_end(kv, list, ids, i - 1) > query; i--)
         if (tkvi_block_start(kv, ids, i - 1) < query + n)
             lowest = tkvi_min(lowest, tkvi_max(tkvi_block_start(kv, ids, i - 1), query) +
                                           kv->pool.entry[ids[i - 1]].shift);
+    for (row = 0; positions && row < n; row++) lowest = tkvi_min(lowest, positions[row]);
     lowest -= window - 1;
-    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, query + 1 - window);
+    if (list->n == 0 || !tkvi_has_moved(list)) return tkvi_max(0, positions ? lowest : query + 1 - window);
     if (query < list->expired && (i == list->n || tkvi_block_start(kv, ids, i) > query))
         return list->expired - 1; /* the first query itself has expired */
     for (i = list->n; i-- > first;) {
@@ -141,14 +144,18 @@ static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
     return p->first_rows ? p->first_rows[item] : before;
 }
 
-/* 1 if first_rows and row_ends are valid for a batch entry. first: index of its first query. len: tokens of the
- * sequence. */
+/* 1 if first_rows, row_ends and query_positions are valid for a batch entry. first: index of its first query. len:
+ * tokens of the sequence. */
 static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int first, int n, int len) {
     int query;
     if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
         const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
         if (end <= first + query || end > len) return 0;
+    }
+    for (query = 0; p->query_positions && query < n; query++) {
+        const int position = p->query_positions[tkvi_first_row(p, item, before) + query];
+        if (position < 0 || position >= TKVI_POSITIONS) return 0;
     }
     return 1;
 }
@@ -190,6 +197,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     if (p->first_kv_head < 0 || p->first_kv_head >= g->n_kv_heads || p->n_kv_heads < 0 ||
         p->n_kv_heads > g->n_kv_heads - p->first_kv_head)
         return TKV_ERR_ARG;
+    if (p->query_positions && (p->first_queries || p->row_ends)) return TKV_ERR_ARG;
     c->n_kv_heads = p->n_kv_heads ? p->n_kv_heads : g->n_kv_heads - p->first_kv_head;
     c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
@@ -206,11 +214,13 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
         if (p->first_queries ? c->rows[i].n > len - first : !p->non_causal && first < 0) return TKV_ERR_RANGE;
         if (!tkvi_are_rows_valid(p, i, n_queries, first, c->rows[i].n, len)) return TKV_ERR_ARG;
         /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window);
+        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window,
+                                  p->query_positions ? p->query_positions + tkvi_first_row(p, i, n_queries)
+                                                     : NULL);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
             tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest,
-                                p->non_causal || p->row_ends ? len : first + c->rows[i].n))
+                                p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n)))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
@@ -312,14 +322,15 @@ static void tkvi_visible_rows(const tkvi_work_tile *u, int i, int all, int *low,
 /* Sets what depends on the indices and positions of the tile's queries. */
 static void tkvi_place_rows(tkvi_work_tile *u) {
     const tkv_cache *kv = u->call->kv;
-    const int *row_ends = u->call->p->row_ends;
+    const int *row_ends = u->call->p->row_ends, *positions = u->call->p->query_positions;
     int r;
     u->first_end = u->lowest = TKVI_FOREVER;
     u->last_end = u->highest = 0;
     for (r = 0; r < u->rows; r++) {
-        const int index = tkvi_index_of(u, r), position = tkvi_index_position(kv, u->list, u->ids, index);
+        const int index = tkvi_index_of(u, r), row = u->seq_row + tkvi_query_of(u, r),
+                  position = positions ? positions[row] : tkvi_index_position(kv, u->list, u->ids, index);
         u->shift[r] = position - index;
-        u->end[r] = row_ends ? row_ends[u->seq_row + tkvi_query_of(u, r)] : index + 1;
+        u->end[r] = positions ? u->list->len : row_ends ? row_ends[row] : index + 1;
         u->first_end = tkvi_min(u->first_end, u->end[r]);
         u->last_end = tkvi_max(u->last_end, u->end[r]);
         u->lowest = tkvi_min(u->lowest, position);

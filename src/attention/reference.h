@@ -18,9 +18,11 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
     const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
     const int len = list->len, first = tkvi_first_query(c, item), at = first + query;
-    const int of_key = j + kv->pool.entry[ids[i]].shift, of_query = tkvi_index_position(kv, list, ids, at);
+    const int of_key = j + kv->pool.entry[ids[i]].shift,
+              of_query =
+                  p->query_positions ? p->query_positions[row] : tkvi_index_position(kv, list, ids, at);
     const int by_index = tkvi_block_end(kv, list, ids, i) > first;
-    const int end = p->row_ends ? p->row_ends[row] : at + 1;
+    const int end = p->query_positions ? len : p->row_ends ? p->row_ends[row] : at + 1;
     const int is_sink = i < list->sinks || (tkvi_sink_mask(&kv->pool, ids[i]) >> slot & 1);
     double s = 0.0, add = 0.0;
     *seen = 0;

@@ -1125,7 +1125,7 @@ static tkv_status call_attend(void) {
     tkv_attend_params p;
     tkv_rows rows[SEQS];
     float alibi[MAX_HEADS], sinks[MAX_HEADS];
-    int i, r, first_row[2], first[2] = {0, 0}, row_end[ROWS] = {0};
+    int i, r, first_row[2], first[2] = {0, 0}, row_end[ROWS] = {0}, position[ROWS];
     int n = 0, n_used, longest = 0, failed = store.n_failed, n_rows = with_batch ? 2 : 1;
     tkv_rng rng;
     tkv_status st, want;
@@ -1170,6 +1170,11 @@ static tkv_status call_attend(void) {
         first[i] = p.first_queries ? choose_int(0, most) : most;
         if (first[i] < 0 || first[i] > most) call.must_fail = 1;
     }
+    if (what & 64) p.query_positions = position;
+    for (i = 0; i < ROWS; i++) position[i] = what & 64 ? choose_int(0, LONGEST + 100) : 0;
+    for (i = 0; i < ROWS && p.query_positions; i++)
+        if (position[i] < 0 || position[i] >= 1 << 30) return skip_call(); /* the row may be of no query */
+    if (p.query_positions && (p.first_queries || p.row_ends)) call.must_fail = 1;
     for (i = 0; i < n_rows && p.row_ends && !call.must_fail; i++)
         for (r = 0; r < rows[i].n; r++) {
             const int len = model[rows[i].seq][l].len, own = first[i] + r;
