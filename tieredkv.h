@@ -2642,6 +2642,11 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  * A sequence with tokens of another text (tkv_seq_copy to the same positions) must not be published: keys and values
  * would not be those of its tokens. In a hybrid model publish a page when its states were put, as it is put only once.
  *
+ * Without a store (NULL), sequences of one cache find each other's prefixes, and share the blocks: publish what a
+ * sequence has, and any other one adopts from it. That goes on for as long as the sequence keeps these tokens, and for
+ * those that adopted them: they are published too. A sequence that is only there to be found is a cache of prompts. A
+ * name of a page takes 1.3 KB. Names are not saved.
+ *
  * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
  * It does not stop whoever can write to the store: authenticate values there.
  *
@@ -2661,7 +2666,7 @@ typedef struct tkv_prefix_extra { /* what a token stands for beside its number, 
 } tkv_prefix_extra;
 typedef struct tkv_prefix_params { /* fill with zeros first */
     int seq;                       /* publish: its tokens; adopt: an empty sequence */
-    int spare;                     /* another empty sequence, which the call needs meanwhile */
+    int spare;                     /* another empty sequence, which a call with a store needs meanwhile */
     const int *tokens;             /* [n_tokens] token numbers, from the first one of the sequence on */
     int n_tokens;
     const void *model; /* bytes that name the model and its weights */
@@ -2670,6 +2675,10 @@ typedef struct tkv_prefix_params { /* fill with zeros first */
     size_t salt_bytes;
     const tkv_prefix_extra *extras; /* [n_extras] of the tokens */
     int n_extras;
+    /* NULL, or memory for the call: what tkv_seq_save or tkv_seq_load needs for a page, and to publish the bytes of its
+     * value too. In place a cache may have none to spare. */
+    void *scratch;
+    size_t scratch_bytes;
 } tkv_prefix_params;
 /* Callbacks. None may call the cache. */
 typedef struct tkv_prefix_store {
@@ -2684,8 +2693,8 @@ typedef struct tkv_prefix_store {
 } tkv_prefix_store;
 typedef struct tkv_prefix_info {
     int n_tokens; /* publish: tokens in pages that were on their path; adopt: tokens that the sequence has now */
-    int n_pages;    /* these pages */
-    int n_put;      /* publish: pages that the store did not have, and took */
+    int n_pages; /* these pages */
+    int n_put; /* publish: pages that the store did not have, and took; without a store: pages newly named */
     int n_rejected; /* adopt: values that were wrong (0 or 1); publish: pages that the store did not take */
     size_t bytes;   /* of values that were put or adopted */
 } tkv_prefix_info;
@@ -2694,7 +2703,7 @@ typedef struct tkv_prefix_info {
  *   TKV_ERR_STATE         a table is missing or is still being learned
  *   TKV_ERR_UNSUPPORTED   layers with a window, with other numbers of sinks or in SQUAT; anchors; TKV_NO_SAVE or
  *                         TKV_NO_MOVES
- *   TKV_ERR_CAPACITY      more tokens than max_tokens; in place there is no memory for a table meanwhile
+ *   TKV_ERR_CAPACITY      more tokens than max_tokens; in place there is no memory for a table meanwhile: give scratch
  *   TKV_ERR_ARG           n_pages is negative or more than the tokens have; a number is negative; bytes are missing
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET   no memory for a table meanwhile
  * Cost: O(bytes of tables) for the cache, then O(tokens). */
@@ -2703,20 +2712,23 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
 /* Puts the pages of a sequence into a store, from the first one on, until a page has tokens in the hot tail, or tokens
  * that were evicted, removed, moved or coded at another level of the budget. A page that the store has is not put
  * again.
- *   out   (may be NULL) receives what was done
- * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (spare is not empty, a step is open), TKV_ERR_ARG (no such
- * sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save. The tokens of the sequence are unchanged;
- * its reservation and that of the spare one end, and limits.state_bytes needs room for the states of a page twice.
+ *   store   NULL: names the pages for the other sequences of this cache
+ *   out     (may be NULL) receives what was done
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_CAPACITY (in place pages have no names); TKV_ERR_STATE (spare is not
+ * empty, a step is open), TKV_ERR_ARG (no such sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save.
+ * The tokens of the sequence are unchanged; its reservation and that of the spare one end, and limits.state_bytes needs
+ * room for the states of a page twice.
  * Cost: that of tkv_get_prefix_hash, and O(bytes) of the pages that are put. It takes memory for one page. */
 TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                           const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Takes the longest prefix of p->tokens that a store has into an empty sequence. Values are verified and compared with
  * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
  * a hybrid model the prefix ends where every stateful layer has its state.
- *   out   (may be NULL) receives what was found: append the tokens from out->n_tokens on
+ *   store   NULL: the other sequences of this cache. They share the blocks
+ *   out     (may be NULL) receives what was found: append the tokens from out->n_tokens on
  * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty; a step is open in any), TKV_ERR_ARG (no
  * such sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
- * Cost: O(tokens) hashes and O(bytes of values). */
+ * Cost: O(tokens) hashes and O(bytes of values); without a store O(pages * (max_seqs + n_layers)) and no values. */
 TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                         const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
@@ -4037,6 +4049,7 @@ extern "C" {
 
 /* Blocks that stay in a saved file. */
 #define TKVI_HAS_ATTACH (TKVI_HAS_OFFLOAD && TKVI_HAS_SAVE)
+#define TKVI_HAS_PREFIXES (TKVI_HAS_SAVE && TKVI_HAS_MOVES)
 
 /* A function for a row of a table; NULL if `has` is 0. */
 #define TKVI_IF(has, function) ((has) ? (function) : NULL)
@@ -27132,13 +27145,24 @@ static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int en
     tkvi_uncount_blocks(list, first, end);
 }
 
+enum { TKVI_MOST_PAGE = TKV_PAGE_TOKENS + TKVI_BLOCK }; /* tokens of page 0, with the sinks */
+
+/* A page of a sequence that other sequences of the cache find (persist/prefix.h). */
+typedef struct tkvi_named_page {
+    uint8_t hash[32];
+    int end; /* of the page, by index */
+    int tokens[TKVI_MOST_PAGE];
+} tkvi_named_page;
+
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
     uint32_t cap;
     int in_step;
-    int is_appending; /* 1: the append in progress has tokens for this sequence */
-    int reserved_len; /* memory is reserved up to this length; 0: none */
-    uint64_t used;    /* kv->call.clock at the last append, reservation or recomputation */
+    int is_appending;      /* 1: the append in progress has tokens for this sequence */
+    int reserved_len;      /* memory is reserved up to this length; 0: none */
+    uint64_t used;         /* kv->call.clock at the last append, reservation or recomputation */
+    tkvi_named_page *page; /* [page_cap] from the first page on */
+    int n_pages, page_cap;
 } tkvi_seq;
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
@@ -27256,6 +27280,7 @@ typedef struct tkvi_call_state {
     int keeps_tokens;  /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
     int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
     int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
+    int lacks_scratch; /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
     char error[160];
 } tkvi_call_state;
 
@@ -27966,6 +27991,24 @@ static void tkvi_wipe_work_space(tkv_cache *kv) {
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->sizes.meter_copies);
 }
 
+/* Removes the names of pages that have more than the first n_tokens of a sequence. */
+static void tkvi_forget_pages(tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_seq *s = &kv->seq[seq];
+    if (!TKVI_HAS_PREFIXES) return;
+    while (s->n_pages && s->page[s->n_pages - 1].end > n_tokens) s->n_pages--;
+    if (s->n_pages || !s->page) return;
+    if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(s->page, (size_t)s->page_cap * sizeof *s->page);
+    tkvi_put(&kv->heap, s->page, (size_t)s->page_cap * sizeof *s->page);
+    s->page = NULL;
+    s->page_cap = 0;
+}
+
+/* Removes what a sequence has of more than its first n_tokens beside their blocks: states, and names of pages. */
+static void tkvi_forget_tokens(tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_drop_states(&kv->states, seq, n_tokens);
+    tkvi_forget_pages(kv, seq, n_tokens);
+}
+
 TKV_API void tkv_destroy(tkv_cache *kv) {
     tkvi_heap heap;
     uint32_t i;
@@ -27990,7 +28033,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++) {
-        tkvi_drop_states(&kv->states, s, 0);
+        tkvi_forget_tokens(kv, s, 0);
         tkvi_put(&kv->heap, kv->states.list[s].held, kv->states.list[s].cap * sizeof(tkvi_held_state));
     }
     tkvi_put(&kv->heap, kv->states.region, kv->states.region_bytes);
@@ -37945,7 +37988,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         tkvi_count_seen_tokens(kv, layer, -n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
-    tkvi_drop_states(&kv->states, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    tkvi_forget_tokens(kv, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -38043,7 +38086,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
-    tkvi_drop_states(&kv->states, seq, n_tokens);
+    tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -38061,7 +38104,7 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
-    tkvi_drop_states(&kv->states, seq, 0);
+    tkvi_forget_tokens(kv, seq, 0);
     kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
@@ -39123,7 +39166,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     int layer, len = 0, first_index;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
-    first_index = kv->states.list[seq].n ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
+    first_index =
+        kv->states.list[seq].n || kv->seq[seq].n_pages ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -39132,7 +39176,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
-    tkvi_drop_states(&kv->states, seq, first_index); /* those behind have seen a token that is gone */
+    tkvi_forget_tokens(kv, seq, first_index); /* those behind have seen a token that is gone */
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -39702,7 +39746,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     if (st) return st;
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &gone);
-    tkvi_drop_states(&kv->states, seq, gone.from);
+    tkvi_forget_tokens(kv, seq, gone.from);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = gone.to - gone.from;
@@ -39947,7 +39991,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_keep_in_list(kv, layer, &keep);
-    tkvi_drop_states(&kv->states, seq, first);
+    tkvi_forget_tokens(kv, seq, first);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -41452,8 +41496,14 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
            kv->pool.source_cap * sizeof(tkvi_source_place) + kv->pool.n_attached * sizeof(tkvi_attached) +
            kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
-        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        const tkvi_seq *s = &kv->seq[seq];
+        held += (size_t)s->cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t) +
+                (size_t)s->page_cap * sizeof *s->page;
+        if (s->n_pages > s->page_cap ||
+            (s->n_pages && s->page[s->n_pages - 1].end > tkv_get_length(kv, seq, TKV_ALL_LAYERS)))
+            return tkvi_report_broken(&k, "a page is named whose tokens are gone, in sequence", seq);
+    }
     if (held != kv->heap.held)
         return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_get_memory(kv, &m);
@@ -44338,6 +44388,7 @@ static tkvi_scratch tkvi_scratch_of(tkv_cache *kv, void *from, size_t size) {
 static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out) {
     const size_t gap = s->from ? tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from : 0;
     const size_t taken = tkvi_align_up(s->taken);
+    s->kv->call.lacks_scratch = 1;
     if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
         return tkvi_fail(s->kv, TKV_ERR_CAPACITY,
                          "scratch is too small; bytes needed:", (int64_t)(taken + bytes) + 63, "");
@@ -44345,6 +44396,7 @@ static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out
     if (!*out)
         return tkvi_refuse_no_memory(
             s->kv, "no memory to save or load; give scratch of bytes:", (int64_t)(taken + bytes) + 63, "");
+    s->kv->call.lacks_scratch = 0;
     s->piece[s->n].at = *out;
     s->piece[s->n].before = s->taken;
     s->piece[s->n++].bytes = bytes;
@@ -45680,19 +45732,26 @@ static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
     return st;
 }
 
+/* Bytes of the largest table of a layer; 0: no layer has one. */
+static size_t tkvi_room_for_table(const tkv_cache *kv) {
+    size_t most = 0;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && tkvi_table_parts(kv, layer)) {
+            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
+            most = bytes > most ? bytes : most;
+        }
+    return most;
+}
+
 /* Bytes of the largest block or table of a layer. */
 static size_t tkvi_room_for_piece(const tkv_cache *kv) {
-    size_t most = 0;
+    size_t most = tkvi_room_for_table(kv);
     int i;
     for (i = 0; i < kv->tables.n_layouts; i++) {
         const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
         most = slot > most ? slot : most;
     }
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        if (kv->tables.plan[i].stored_layer == i) {
-            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, i), tkvi_table_parts(kv, i));
-            most = bytes > most ? bytes : most;
-        }
     return most + tkvi_gap_to(most, 64);
 }
 
@@ -47162,7 +47221,7 @@ static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
     uint32_t i;
     int seq, v, c;
     memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_drop_states(&kv->states, seq, 0);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_forget_tokens(kv, seq, 0);
     memset(kv->states.is_stateful, 0, (size_t)n_layers);
     kv->states.n_stateful = 0;
     for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;
@@ -47388,6 +47447,9 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  *     value      of hash[i]: page i as a saved sequence (persist/saved.h) whose model is hash[i] and whose tokens are
  *                | i | number of stateful layers | tokens of the page |
  *
+ * Without a store, sequences of one cache find each other's pages: a publication names those of its sequence, and an
+ * adoption shares the blocks (tkv_seq_copy). A name goes with the first of its tokens that goes (tkvi_forget_tokens).
+ *
  * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
  * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the
  * prefix before it.
@@ -47401,19 +47463,18 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
 #define TKVI_PERSIST_PREFIX_H
 
 
-#define TKVI_HAS_PREFIXES (TKVI_HAS_SAVE && TKVI_HAS_MOVES)
 #define TKVI_PAGE_HEAD 2 /* numbers before the tokens of a value */
 #define TKVI_PAGES_AT_ONCE 8
 #define TKVI_PREFIX_VERSION 1
-enum { TKVI_MOST_PAGE = TKV_PAGE_TOKENS + TKVI_BLOCK }; /* tokens of page 0, with the sinks */
 
 typedef struct tkvi_prefix {
     tkv_cache *kv;
     const tkv_prefix_params *p;
-    const tkv_prefix_store *store;
+    const tkv_prefix_store *store; /* NULL: the other sequences of the cache */
     tkv_prefix_info info;
-    tkv_prefix_hash hash; /* of the page before `page` */
-    int sinks, page;      /* page: the next one */
+    tkv_prefix_hash root, hash; /* hash: of the page before `page` */
+    int sinks, page;            /* page: the next one */
+    size_t n_bytes;             /* of the values before it */
     int tokens[TKVI_PAGE_HEAD + TKVI_MOST_PAGE];
     tkvi_scratch scratch;
 } tkvi_prefix;
@@ -47497,7 +47558,8 @@ static void tkvi_hash_root(tkvi_prefix *x, uint8_t *room) {
         tkvi_hash_number(&s, tkvi_member_int(&kv->tables.cfg.format, tkvi_option_rows[i].offset));
     tkvi_hash_number(&s, kv->tables.cfg.model.n_layers);
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) tkvi_hash_layer(&s, kv, i, room);
-    tkvi_sha256_end(&s, x->hash.bytes);
+    tkvi_sha256_end(&s, x->root.bytes);
+    x->hash = x->root;
 }
 
 /* The hash of a page. before: that of the page before it. */
@@ -47535,9 +47597,10 @@ static int tkvi_is_on_path(const tkv_cache *kv, int layer, const tkvi_entry *e, 
         return 0;
     if (is_sinks) return b->layout == kv->tables.plan[layer].sink_layout;
     if (tokens != TKVI_BLOCK || e->sink_mask || b->tier == TKV_TIER_HOT) return 0;
-    if (b->layout == archive)
-        return kv->tables.n_levels == 1 || !spec->warm || b->previous_layout == warm + 1;
-    return spec->warm > 0 && b->layout == warm;
+    if (kv->tables.n_levels == 1) return b->layout == archive || (spec->warm > 0 && b->layout == warm);
+    if (spec->warm <= 0) return b->layout == archive && !b->previous_layout;
+    return (b->layout == archive && b->previous_layout == warm + 1) ||
+           (b->layout == warm && (!b->previous_layout || b->previous_layout == warm + 1));
 }
 
 /* 1 if a sequence has the tokens first .. end - 1 as blocks on the path of the plan, in all layers. ahead: positions of
@@ -47587,6 +47650,69 @@ static tkv_status tkvi_empty_spare(const tkvi_prefix *x, tkv_status st) {
     return st;
 }
 
+/* The scratch memory that x->scratch has left, for a save or a load. NULL: the heap gives it. */
+static void *tkvi_rest_of_scratch(const tkvi_scratch *s, size_t *bytes) {
+    const size_t used = tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from + s->taken;
+    *bytes = s->from && used < s->size ? s->size - used : 0;
+    return !s->from ? NULL : *bytes ? s->from + used : s->from;
+}
+
+/* >>names */
+static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
+    while (n > 0 && *a == *b) a++, b++, n--;
+    return n <= 0;
+}
+
+/* 1 if a sequence has named its page x->page so, and has these tokens there. */
+static int tkvi_is_named(const tkvi_prefix *x, int seq, const tkv_prefix_hash *hash) {
+    const tkvi_seq *s = &x->kv->seq[seq];
+    const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page);
+    return s->n_pages > x->page && memcmp(s->page[x->page].hash, hash->bytes, sizeof hash->bytes) == 0 &&
+           s->page[x->page].end == end &&
+           tkvi_are_same_tokens(s->page[x->page].tokens, x->p->tokens + first, end - first);
+}
+
+/* Names the first n pages of the sequence, in the place of the names that it had. */
+static tkv_status tkvi_name_pages(const tkvi_prefix *x, int n) {
+    tkv_cache *kv = x->kv;
+    tkvi_seq *s = &kv->seq[x->p->seq];
+    const size_t bytes = (size_t)n * sizeof(tkvi_named_page);
+    const tkv_prefix_hash *before = &x->root;
+    tkvi_named_page *page = s->page;
+    tkv_prefix_hash hash;
+    size_t needed = 0;
+    int i;
+    if (n > s->page_cap) {
+        if (!tkvi_provide_bytes(kv, bytes, &needed)) return tkvi_refuse_over_budget(kv, needed);
+        page = (tkvi_named_page *)tkvi_get(&kv->heap, bytes);
+        if (!page) return tkvi_refuse_no_memory(kv, "no memory to name", n, " pages");
+        memset(page, 0, bytes);
+        tkvi_forget_pages(kv, x->p->seq, 0);
+        s->page = page;
+        s->page_cap = n;
+    }
+    for (i = 0; i < n; i++) {
+        const int first = tkvi_page_start(x, i), end = tkvi_page_end(x, i);
+        hash = tkvi_hash_page(x, before, i);
+        memcpy(page[i].hash, hash.bytes, sizeof hash.bytes);
+        memcpy(page[i].tokens, x->p->tokens + first, (size_t)(end - first) * sizeof *page[i].tokens);
+        page[i].end = end;
+        before = &hash;
+    }
+    s->n_pages = n;
+    return TKV_OK;
+}
+
+/* A sequence that has the page x->page under this hash, with these tokens; -1: none has. */
+static int tkvi_find_page(const tkvi_prefix *x, const tkv_prefix_hash *hash) {
+    int seq;
+    for (seq = 0; seq < x->kv->tables.cfg.limits.max_seqs; seq++)
+        if (seq != x->p->seq && tkvi_is_named(x, seq, hash) && !x->kv->seq[seq].in_step &&
+            tkvi_has_page(x->kv, seq, tkvi_page_start(x, x->page), tkvi_page_end(x, x->page), 0, 0))
+            return seq;
+    return -1;
+}
+
 /* >>publish */
 /* Saves the page in the spare sequence and puts it into the store. A store that fails keeps nothing. */
 static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int tokens) {
@@ -47600,8 +47726,10 @@ static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int
     save.model_bytes = sizeof hash->bytes;
     save.tokens = x->tokens;
     save.n_tokens = TKVI_PAGE_HEAD + tokens;
+    save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     st = tkv_seq_save(x->kv, &save, NULL, 0, &n);
     if (!st) st = tkvi_take_scratch(&x->scratch, n, &bytes);
+    save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     if (!st) st = tkv_seq_save(x->kv, &save, bytes, n, NULL);
     if (!st) {
         const int failed = x->store->put(x->store->user, hash, bytes, n);
@@ -47632,20 +47760,19 @@ static tkv_status tkvi_publish(tkvi_prefix *x) {
         const int end = tkvi_page_end(x, x->page);
         const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
         if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
-        if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
+        if (!x->store) x->info.n_put += !tkvi_is_named(x, x->p->seq, &hash);
+        else if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
         x->hash = hash;
         if (st || !tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
         x->info.n_pages++;
         x->info.n_tokens = end;
     }
+    if (!st && !x->store && x->info.n_put) st = tkvi_name_pages(x, x->info.n_pages);
+    if (st && !x->store) x->info.n_put = 0;
     return st;
 }
 
 /* >>adopt */
-static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
-    while (n > 0 && *a == *b) a++, b++, n--;
-    return n <= 0;
-}
 
 /* 1 if the spare sequence has the page, and the caller's tokens. */
 static int tkvi_is_page(const tkvi_prefix *x, const tkv_load_info *info) {
@@ -47688,9 +47815,12 @@ static tkv_status tkvi_adopt_page(tkvi_prefix *x, const tkv_prefix_hash *hash, c
     load.model_bytes = sizeof hash->bytes;
     load.tokens = x->tokens;
     load.token_capacity = TKVI_PAGE_HEAD + end - first;
+    load.scratch = tkvi_rest_of_scratch(&x->scratch, &load.scratch_bytes);
+    x->kv->call.lacks_scratch = 0;
     st = tkv_seq_load(x->kv, &load, bytes, size, &info);
     if (!st) tkvi_give_history(x);
-    *is_miss = st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_CAPACITY || info.n_recoded > 0 ||
+    *is_miss = st == TKV_ERR_DATA || st == TKV_ERR_CONFIG ||
+               (st == TKV_ERR_CAPACITY && !x->kv->call.lacks_scratch) || info.n_recoded > 0 ||
                (!st && !tkvi_is_page(x, &info));
     if (!st && !*is_miss) st = tkv_seq_copy(x->kv, x->p->spare, first, end, x->p->seq, first);
     if (!st && !*is_miss) st = tkvi_copy_states(x, x->p->spare, end - first, x->p->seq, end);
@@ -47750,12 +47880,46 @@ static void tkvi_cut_adopted(tkvi_prefix *x) {
     memcpy(x->kv->call.error, error, sizeof error);
 }
 
+/* Goes on behind a page that was adopted. n_needed: as in tkvi_has_all_states. size: of its value. */
+static void tkvi_count_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int n_needed, size_t size) {
+    const int end = tkvi_page_end(x, x->page);
+    tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
+    x->hash = *hash;
+    x->page++;
+    x->n_bytes += size;
+    if (!tkvi_has_all_states(x, end, n_needed)) return;
+    x->info.n_pages = x->page;
+    x->info.n_tokens = end;
+    x->info.bytes = x->n_bytes;
+}
+
+/* Adopts pages of other sequences of the cache. The blocks are shared. */
+static tkv_status tkvi_adopt_here(tkvi_prefix *x) {
+    tkv_cache *kv = x->kv;
+    tkv_status st = TKV_OK;
+    while (!st && x->page < tkvi_n_pages(x)) {
+        const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page), seq = x->p->seq;
+        const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
+        const int from = tkvi_find_page(x, &hash);
+        if (from < 0) break;
+        st = tkv_seq_copy(kv, from, first, end, seq, first);
+        /* memory for the copy can have come from blocks that were coded again */
+        if (!st && !tkvi_has_page(kv, seq, first, end, 0, 1)) break;
+        if (!st) st = tkvi_copy_states(x, from, end, seq, end);
+        if (!st) tkvi_count_page(x, &hash, 0, 0);
+    }
+    tkvi_cut_adopted(x);
+    if (!st && x->info.n_pages) st = tkvi_name_pages(x, x->info.n_pages);
+    return st;
+}
+
 static tkv_status tkvi_adopt(tkvi_prefix *x) {
     tkv_prefix_hash hash[TKVI_PAGES_AT_ONCE];
     const void *bytes[TKVI_PAGES_AT_ONCE];
-    size_t size[TKVI_PAGES_AT_ONCE], n_bytes = 0;
+    size_t size[TKVI_PAGES_AT_ONCE];
     tkv_status st = TKV_OK;
-    int i, n, is_miss = 0, len;
+    int i, n, is_miss = 0;
+    if (!x->store) return tkvi_adopt_here(x);
     do {
         n = tkvi_get_pages(x, hash, bytes, size);
         for (i = 0; i < n && !st && !is_miss; i++) {
@@ -47763,16 +47927,7 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
             if (!bytes[i]) is_miss = 1;
             else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
             x->info.n_rejected += is_miss && bytes[i];
-            if (st || is_miss) break;
-            tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
-            n_bytes += size[i];
-            x->hash = hash[i];
-            x->page++;
-            len = tkvi_page_end(x, x->page - 1);
-            if (!tkvi_has_all_states(x, len, x->tokens[1])) continue;
-            x->info.n_pages = x->page;
-            x->info.n_tokens = len;
-            x->info.bytes = n_bytes;
+            if (!st && !is_miss) tkvi_count_page(x, &hash[i], x->tokens[1], size[i]);
         }
     } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
     if (is_miss) st = TKV_OK;
@@ -47809,17 +47964,20 @@ static tkv_status tkvi_check_path(tkv_cache *kv, int *sinks) {
     return TKV_OK;
 }
 
-static tkv_status tkvi_check_prefix_seqs(tkv_cache *kv, const tkv_prefix_params *p, int is_adopted) {
+/* needs_spare: 1 with a store. */
+static tkv_status tkvi_check_prefix_seqs(tkv_cache *kv, const tkv_prefix_params *p, int is_adopted,
+                                         int needs_spare) {
     int i;
-    for (i = 0; i < 2; i++) {
+    for (i = 0; i < 1 + needs_spare; i++) {
         const int seq = i ? p->spare : p->seq;
         if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq,
                              "");
     }
-    if (p->seq == p->spare) return tkvi_fail(kv, TKV_ERR_ARG, "seq and spare are both sequence", p->seq, "");
-    for (i = !is_adopted; i < 2; i++) {
+    if (needs_spare && p->seq == p->spare)
+        return tkvi_fail(kv, TKV_ERR_ARG, "seq and spare are both sequence", p->seq, "");
+    for (i = !is_adopted; i < 1 + needs_spare; i++) {
         const int seq = i ? p->spare : p->seq;
         if (!tkvi_is_empty_seq(kv, seq))
             return tkvi_fail(kv, TKV_ERR_STATE, "reset it first: tokens or states are in sequence", seq, "");
@@ -47851,8 +48009,8 @@ static tkv_status tkvi_begin_prefix(tkvi_prefix *x, tkv_cache *kv, const tkv_pre
     if (st) return st;
     x->kv = kv;
     x->p = p;
-    x->scratch = tkvi_scratch_of(kv, NULL, 0);
-    st = tkvi_take_scratch(&x->scratch, tkvi_room_for_piece(kv), &room);
+    x->scratch = tkvi_scratch_of(kv, p->scratch, p->scratch_bytes);
+    if (tkvi_room_for_table(kv)) st = tkvi_take_scratch(&x->scratch, tkvi_room_for_table(kv), &room);
     if (!st) tkvi_hash_root(x, room);
     tkvi_give_back(&x->scratch, 0);
     return st;
@@ -47879,12 +48037,15 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     tkvi_prefix x;
     tkv_status st;
     if (out) memset(out, 0, sizeof *out);
-    if (!kv || !p || !store) return TKV_ERR_ARG;
+    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
     st = tkvi_check_prefix_params(kv, p);
-    if (!st && (is_adopted ? !store->get : !store->put))
+    if (!st && store && (is_adopted ? !store->get : !store->put))
         st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);
-    if (!st) st = tkvi_check_prefix_seqs(kv, p, is_adopted);
+    if (!st && !store && kv->pool.keep_all)
+        st = tkvi_fail(kv, TKV_ERR_CAPACITY, "in place there is no memory for names of pages; give a store",
+                       0, NULL);
+    if (!st) st = tkvi_check_prefix_seqs(kv, p, is_adopted, store != NULL);
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
     x.store = store;

@@ -1165,6 +1165,11 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  * A sequence with tokens of another text (tkv_seq_copy to the same positions) must not be published: keys and values
  * would not be those of its tokens. In a hybrid model publish a page when its states were put, as it is put only once.
  *
+ * Without a store (NULL), sequences of one cache find each other's prefixes, and share the blocks: publish what a
+ * sequence has, and any other one adopts from it. That goes on for as long as the sequence keeps these tokens, and for
+ * those that adopted them: they are published too. A sequence that is only there to be found is a cache of prompts. A
+ * name of a page takes 1.3 KB. Names are not saved.
+ *
  * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
  * It does not stop whoever can write to the store: authenticate values there.
  *
@@ -1184,7 +1189,7 @@ typedef struct tkv_prefix_extra { /* what a token stands for beside its number, 
 } tkv_prefix_extra;
 typedef struct tkv_prefix_params { /* fill with zeros first */
     int seq;                       /* publish: its tokens; adopt: an empty sequence */
-    int spare;                     /* another empty sequence, which the call needs meanwhile */
+    int spare;                     /* another empty sequence, which a call with a store needs meanwhile */
     const int *tokens;             /* [n_tokens] token numbers, from the first one of the sequence on */
     int n_tokens;
     const void *model; /* bytes that name the model and its weights */
@@ -1193,6 +1198,10 @@ typedef struct tkv_prefix_params { /* fill with zeros first */
     size_t salt_bytes;
     const tkv_prefix_extra *extras; /* [n_extras] of the tokens */
     int n_extras;
+    /* NULL, or memory for the call: what tkv_seq_save or tkv_seq_load needs for a page, and to publish the bytes of its
+     * value too. In place a cache may have none to spare. */
+    void *scratch;
+    size_t scratch_bytes;
 } tkv_prefix_params;
 /* Callbacks. None may call the cache. */
 typedef struct tkv_prefix_store {
@@ -1207,8 +1216,8 @@ typedef struct tkv_prefix_store {
 } tkv_prefix_store;
 typedef struct tkv_prefix_info {
     int n_tokens; /* publish: tokens in pages that were on their path; adopt: tokens that the sequence has now */
-    int n_pages;    /* these pages */
-    int n_put;      /* publish: pages that the store did not have, and took */
+    int n_pages; /* these pages */
+    int n_put; /* publish: pages that the store did not have, and took; without a store: pages newly named */
     int n_rejected; /* adopt: values that were wrong (0 or 1); publish: pages that the store did not take */
     size_t bytes;   /* of values that were put or adopted */
 } tkv_prefix_info;
@@ -1217,7 +1226,7 @@ typedef struct tkv_prefix_info {
  *   TKV_ERR_STATE         a table is missing or is still being learned
  *   TKV_ERR_UNSUPPORTED   layers with a window, with other numbers of sinks or in SQUAT; anchors; TKV_NO_SAVE or
  *                         TKV_NO_MOVES
- *   TKV_ERR_CAPACITY      more tokens than max_tokens; in place there is no memory for a table meanwhile
+ *   TKV_ERR_CAPACITY      more tokens than max_tokens; in place there is no memory for a table meanwhile: give scratch
  *   TKV_ERR_ARG           n_pages is negative or more than the tokens have; a number is negative; bytes are missing
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET   no memory for a table meanwhile
  * Cost: O(bytes of tables) for the cache, then O(tokens). */
@@ -1226,20 +1235,23 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
 /* Puts the pages of a sequence into a store, from the first one on, until a page has tokens in the hot tail, or tokens
  * that were evicted, removed, moved or coded at another level of the budget. A page that the store has is not put
  * again.
- *   out   (may be NULL) receives what was done
- * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (spare is not empty, a step is open), TKV_ERR_ARG (no such
- * sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save. The tokens of the sequence are unchanged;
- * its reservation and that of the spare one end, and limits.state_bytes needs room for the states of a page twice.
+ *   store   NULL: names the pages for the other sequences of this cache
+ *   out     (may be NULL) receives what was done
+ * Errors: those of tkv_get_prefix_hash; TKV_ERR_CAPACITY (in place pages have no names); TKV_ERR_STATE (spare is not
+ * empty, a step is open), TKV_ERR_ARG (no such sequence, or they are the same); those of tkv_seq_copy and tkv_seq_save.
+ * The tokens of the sequence are unchanged; its reservation and that of the spare one end, and limits.state_bytes needs
+ * room for the states of a page twice.
  * Cost: that of tkv_get_prefix_hash, and O(bytes) of the pages that are put. It takes memory for one page. */
 TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                           const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Takes the longest prefix of p->tokens that a store has into an empty sequence. Values are verified and compared with
  * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
  * a hybrid model the prefix ends where every stateful layer has its state.
- *   out   (may be NULL) receives what was found: append the tokens from out->n_tokens on
+ *   store   NULL: the other sequences of this cache. They share the blocks
+ *   out     (may be NULL) receives what was found: append the tokens from out->n_tokens on
  * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty; a step is open in any), TKV_ERR_ARG (no
  * such sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
- * Cost: O(tokens) hashes and O(bytes of values). */
+ * Cost: O(tokens) hashes and O(bytes of values); without a store O(pages * (max_seqs + n_layers)) and no values. */
 TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                         const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its

@@ -568,6 +568,330 @@ TEST(a_budget_spoils_no_page) {
     tkv_destroy(fresh);
 }
 
+/* >>without a store */
+/* Appends a text to a sequence of a cache whose keys and values depend on token numbers and indices alone. */
+static void append_text(tkv_cache *kv, int seq, const int *text, int n) {
+    int t = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    for (; t < n; t++) {
+        int layer;
+        for (layer = 0; layer < LAYERS; layer++) {
+            fill_rows(text[t], layer, t, 1, k_in, v_in);
+            CHECK_EQ(tkv_append(kv, seq, layer, k_in, v_in, 1), TKV_OK);
+        }
+    }
+}
+
+static int found_here(tkv_cache *kv, int seq, const int *text, int n) {
+    tkv_prefix_params p = params_of(seq, n);
+    tkv_prefix_info info;
+    p.tokens = text;
+    p.spare = TKV_NO_SEQ; /* none is needed */
+    CHECK_EQ(tkv_seq_adopt_prefix(kv, &p, NULL, &info), TKV_OK);
+    CHECK_EQ(info.n_tokens, info.n_pages ? SINKS + TKV_PAGE_TOKENS * info.n_pages : 0);
+    CHECK_EQ(tkv_get_length(kv, seq, TKV_ALL_LAYERS), info.n_tokens);
+    CHECK(info.bytes == 0 && info.n_put == 0 && info.n_rejected == 0);
+    check_cache(kv);
+    return info.n_pages;
+}
+
+static int publish_here(tkv_cache *kv, int seq, const int *text, int n, int *n_pages) {
+    tkv_prefix_params p = params_of(seq, n);
+    tkv_prefix_info info;
+    p.tokens = text;
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), TKV_OK);
+    CHECK(info.bytes == 0 && info.n_rejected == 0);
+    if (n_pages) *n_pages = info.n_pages;
+    check_cache(kv);
+    return info.n_put;
+}
+
+/* What was adopted has the bits of a sequence that has read the text, shares its blocks, and goes on like it. */
+TEST(sequences_find_each_other) {
+    int has_tables;
+    for (has_tables = 0; has_tables < 2; has_tables++) {
+        const tkv_config cfg = config_of(has_tables);
+        tkv_cache *kv = create_with_tables(&cfg), *twin = create_with_tables(&cfg);
+        static int text[TEXT], other[TEXT];
+        tkv_memory_info before, after;
+        tkv_prefix_params p;
+        tkv_prefix_info info;
+        int t, n_pages = 0, n_first, put;
+        for (t = 0; t < TEXT; t++) text[t] = 1000 + t % 700, other[t] = t < 900 ? text[t] : 5 + t % 300;
+        append_text(kv, 0, text, 1500);
+        CHECK_EQ(found_here(kv, 1, text, 1500), 0); /* not yet published */
+        put = publish_here(kv, 0, text, 1500, &n_pages);
+        CHECK(put == n_pages && n_pages >= 4);
+        CHECK_EQ(publish_here(kv, 0, text, 1500, NULL), 0);
+        CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
+        n_first = n_pages;
+        CHECK_EQ(found_here(kv, 1, text, 1500), n_pages);
+        CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
+        CHECK_EQ(after.tier[TKV_TIER_ARCHIVE].codes, before.tier[TKV_TIER_ARCHIVE].codes);
+        CHECK(after.total < before.total + before.total / 4);
+        append_text(twin, 0, text, 1500);
+        CHECK_EQ(tkv_seq_fork(twin, 0, 1, SINKS + TKV_PAGE_TOKENS * n_pages), TKV_OK);
+        compare_sequences(kv, 1, twin, 1);
+        append_text(kv, 1, text, 1800);
+        append_text(twin, 1, text, 1800);
+        compare_sequences(kv, 1, twin, 1);
+        check_attention(kv, 1, twin, 1);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK); /* those that adopted are found too */
+        CHECK_EQ(found_here(kv, 2, other, TEXT), 3);
+        append_text(kv, 2, other, 2000);
+        CHECK(publish_here(kv, 2, other, 2000, &n_pages) > 0);
+        CHECK_EQ(found_here(kv, 0, other, TEXT), n_pages);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        CHECK_EQ(found_here(kv, 0, text, TEXT),
+                 n_first); /* of the first text: sequence 1 has published no more */
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        p = params_of(0, TEXT); /* another tenant finds nothing */
+        p.tokens = text;
+        p.salt = "tenant";
+        p.salt_bytes = 6;
+        CHECK_EQ(tkv_seq_adopt_prefix(kv, &p, NULL, &info), TKV_OK);
+        CHECK_EQ(info.n_pages, 0);
+        tkv_destroy(kv);
+        tkv_destroy(twin);
+    }
+}
+
+/* A name is gone as soon as one of its tokens is. */
+TEST(names_go_with_their_tokens) {
+    int kind;
+    for (kind = 0; kind < 9; kind++) {
+        tkv_config cfg = config_of(0);
+        static int text[1400], changed[1400];
+        int t, n_pages = 0, want;
+        tkv_cache *kv;
+        cfg.model.rope.dim = 8;
+        cfg.model.rope.base = 1e4f;
+        cfg.host.wipe_freed = kind % 2;
+        kv = create_cache(&cfg);
+        for (t = 0; t < 1400; t++) text[t] = changed[t] = 100 + t;
+        append_text(kv, 0, text, 1400);
+        publish_here(kv, 0, text, 1400, &n_pages);
+        CHECK_EQ(n_pages, 5);
+        want = kind == 0 ? 2 : kind == 1 ? 1 : kind == 2 ? 0 : kind == 3 ? 1 : kind == 4 ? 3 : 0;
+        if (kind == 0) CHECK_EQ(tkv_seq_truncate(kv, 0, SINKS + 767), TKV_OK);
+        if (kind == 1) CHECK_EQ(tkv_seq_remove(kv, 0, SINKS + 256, SINKS + 257), TKV_OK);
+        if (kind == 2) CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        if (kind == 3) CHECK_EQ(tkv_seq_truncate(kv, 0, SINKS + 256), TKV_OK);
+        if (kind == 4) CHECK_EQ(tkv_seq_shift(kv, 0, SINKS + 800, TKV_UNLIMITED, 9), TKV_OK);
+        if (kind == 5) CHECK_EQ(tkv_seq_fork(kv, 1, 0, TKV_UNLIMITED), TKV_OK); /* of an empty one */
+        if (kind == 6) CHECK_EQ(tkv_seq_keep(kv, 0, 1, NULL, 0), TKV_OK);
+        if (kind == 7) CHECK_EQ(tkv_seq_truncate(kv, 0, 0), TKV_OK);
+        if (kind == 8) {
+            CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK); /* a sequence in a step is not found */
+            CHECK_EQ(found_here(kv, 1, text, 1400), 0);
+            CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+            want = 5;
+        }
+        /* the same length again, with other tokens behind the cut */
+        for (t = tkv_get_length(kv, 0, TKV_ALL_LAYERS); t < 1400; t++) changed[t] = 5000 + t;
+        append_text(kv, 0, changed, 1400);
+        CHECK_MSG(found_here(kv, 1, text, 1400) == want, "kind %d: %d pages", kind,
+                  (tkv_get_length(kv, 1, TKV_ALL_LAYERS) - SINKS) / 256);
+        tkv_destroy(kv);
+    }
+}
+
+/* Random texts from a tree of pages, in sequences that come, grow, are cut, publish, adopt and go. Each adoption is
+ * compared with an array of texts: it has the bits of its own text, and finds all that is published. */
+TEST(random_prefixes) {
+    enum { TALKS = 6, MOST = 1100, STEPS = 400 };
+    static int text[TALKS][MOST], want[MOST];
+    tkv_config cfg = config_of(0);
+    tkv_cache *kv, *plain;
+    tkv_rng rng = tkv_rng_seed(9);
+    int named[TALKS], len[TALKS], i, s, t, step, n_found = 0, n_missed = 0, n_compared = 0;
+    memset(named, 0, sizeof named);
+    memset(len, 0, sizeof len);
+    cfg.limits.max_seqs = TALKS + 1;
+    cfg.tiers.hot_tokens = 64;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    kv = create_cache(&cfg);
+    plain = create_cache(&cfg);
+    for (step = 0; step < STEPS; step++) {
+        s = (int)tkv_rng_below(&rng, TALKS);
+        if (!len[s]) {
+            int best = 0, found;
+            const int n = 300 + (int)tkv_rng_below(&rng, MOST - 300);
+            int way = 0;
+            for (t = 0; t < MOST; t++) { /* a way through a tree: two branches at each fork */
+                if (t % 200 == 30) way = 2 * way + (int)tkv_rng_below(&rng, 2);
+                text[s][t] = 10 + way * MOST + t;
+            }
+            for (i = 0; i < TALKS; i++) {
+                int page = 0;
+                while (page < named[i] && SINKS + 256 * (page + 1) <= n &&
+                       memcmp(text[i], text[s], (size_t)(SINKS + 256 * (page + 1)) * sizeof **text) == 0)
+                    page++;
+                best = i != s && page > best ? page : best;
+            }
+            found = found_here(kv, s, text[s], n);
+            CHECK_MSG(found == best, "step %d: %d pages of %d", step, found, best);
+            n_found += found > 0;
+            n_missed += found == 0;
+            named[s] = found;
+            append_text(kv, s, text[s], n);
+            len[s] = n;
+            CHECK_EQ(tkv_seq_reset(plain, 0), TKV_OK);
+            append_text(plain, 0, text[s], n);
+            if (n - SINKS - 256 * found >= 128) { /* else plain has some of the prefix in its hot tail */
+                check_attention(kv, s, plain, 0);
+                n_compared += found > 0;
+            }
+        } else if (tkv_rng_below(&rng, 3) == 0) {
+            publish_here(kv, s, text[s], len[s], &named[s]);
+        } else if (tkv_rng_below(&rng, 3) == 0) {
+            len[s] = (int)tkv_rng_below(&rng, len[s]);
+            CHECK_EQ(tkv_seq_truncate(kv, s, len[s]), TKV_OK);
+            while (named[s] && SINKS + 256 * named[s] > len[s]) named[s]--;
+            for (t = len[s]; t < MOST; t++) text[s][t] = 7000000 + step * MOST + t; /* goes on elsewhere */
+            memcpy(want, text[s], sizeof want);
+            append_text(kv, s, want, len[s] + 100 < MOST ? len[s] + 100 : MOST);
+            len[s] = len[s] + 100 < MOST ? len[s] + 100 : MOST;
+        } else {
+            CHECK_EQ(tkv_seq_reset(kv, s), TKV_OK);
+            len[s] = named[s] = 0;
+        }
+        check_cache(kv);
+    }
+    CHECK(n_found > 20 && n_missed > 5 && n_compared > 10);
+    tkv_destroy(kv);
+    tkv_destroy(plain);
+}
+
+/* Names are of the heap and of the budget, or there are none; then nothing has changed. */
+TEST(names_have_no_memory) {
+    tkv_config cfg = config_of(0);
+    counting_allocator memory;
+    tkv_prefix_params p = params_of(0, 1100);
+    tkv_prefix_info info;
+    tkv_memory_info m;
+    tkv_cache *kv;
+    tkv_status st = TKV_ERR_NOMEM;
+    tkv_level levels[2];
+    void *arena;
+    size_t bytes = 0;
+    int i, n_short = 0, n_whole = 0, n_found;
+    memset(&memory, 0, sizeof memory);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    for (i = 1; st && i < 100; i++) {
+        snapshot before;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 100), TKV_OK);
+        before = snapshot_of(kv);
+        memory.fail_at = i;
+        st = tkv_seq_publish_prefix(kv, &p, NULL, &info);
+        memory.fail_at = 0;
+        CHECK(st == TKV_OK || (st == TKV_ERR_NOMEM && info.n_put == 0));
+        check_unchanged(kv, &before, "a failed publication");
+        CHECK_EQ(found_here(kv, 1, p.tokens, 1100), st ? 0 : 3);
+        tkv_destroy(kv);
+        CHECK_EQ(memory.held, 0);
+    }
+    CHECK(i > 2 && i < 100);
+    for (st = TKV_ERR_NOMEM, i = 1; st && i < 100; i++) {
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), TKV_OK);
+        p.seq = 1;
+        memory.fail_at = i;
+        st = tkv_seq_adopt_prefix(kv, &p, NULL, &info);
+        memory.fail_at = 0;
+        CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
+        check_cache_at(kv, "a failed adoption", i);
+        CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), info.n_tokens);
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        p.seq = 0;
+        tkv_destroy(kv);
+        CHECK_EQ(memory.held, 0);
+    }
+    CHECK(i > 2 && i < 100);
+    memset(&cfg.host.allocator, 0, sizeof cfg.host.allocator); /* within a budget */
+    memset(levels, 0, sizeof levels);
+    levels[0].warm = levels[0].archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    levels[1].warm = levels[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.budget.ladder = levels;
+    cfg.budget.n_levels = 2;
+    for (i = 0; i < 40; i++) {
+        cfg.budget.bytes = (size_t)1 << 24;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 20), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+        if (tkv_set_budget(kv, m.total + 20000 - (size_t)(2048 * i)) == TKV_OK) {
+            st = tkv_seq_publish_prefix(kv, &p, NULL, &info);
+            CHECK_MSG(st == TKV_ERR_BUDGET || st == TKV_OK, "%d: %s", st, tkv_get_last_error(kv));
+            n_short += st == TKV_ERR_BUDGET || info.n_pages < 3; /* room can come from the pages */
+            check_cache(kv);                                     /* no more than the budget */
+            n_found = found_here(kv, 1, p.tokens, 1100); /* what this takes can come from the pages, too */
+            CHECK(n_found <= (st ? 0 : info.n_pages));
+            n_whole += n_found == 4;
+        }
+        tkv_destroy(kv);
+    }
+    CHECK_MSG(n_short > 0 && n_whole > 0, "%d and %d", n_short, n_whole);
+    memset(&cfg.budget, 0, sizeof cfg.budget); /* in place */
+    cfg.limits.max_tokens = 1200;
+    cfg.limits.max_seqs = 3;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
+    arena = malloc(bytes);
+    CHECK_EQ(tkv_create_in_place(&cfg, arena, bytes, &kv, NULL, 0), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), TKV_ERR_CAPACITY);
+    CHECK(strstr(tkv_get_last_error(kv), "in place"));
+    tkv_destroy(kv);
+    free(arena);
+}
+
+/* In place, scratch memory is the caller's. */
+TEST(stores_in_place) {
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    tkv_prefix_params p = params_of(0, 1100);
+    tkv_config cfg = config_of(0);
+    tkv_prefix_info info;
+    tkv_cache *kv, *heap;
+    void *arena, *scratch = malloc(1 << 20);
+    size_t bytes = 0, n, least[2] = {0, 0};
+    int adopts;
+    heap = create_cache(&cfg);
+    cfg.limits.max_tokens = 1200;
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
+    arena = malloc(bytes);
+    CHECK_EQ(tkv_create_in_place(&cfg, arena, bytes, &kv, NULL, 0), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(heap, 0, 1, 1100, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_ERR_CAPACITY);
+    CHECK(strstr(tkv_get_last_error(kv), "scratch"));
+    p.scratch = (unsigned char *)scratch + 1; /* of any alignment */
+    for (adopts = 0; adopts < 2; adopts++) {
+        tkv_status st = TKV_ERR_CAPACITY;
+        for (n = 0; st && n < (1 << 20) - 1; n += 1024) {
+            p.scratch_bytes = n;
+            if (adopts) st = tkv_seq_adopt_prefix(kv, &p, &callbacks, &info);
+            else st = tkv_seq_publish_prefix(kv, &p, &callbacks, &info);
+            CHECK(st == TKV_OK || st == TKV_ERR_CAPACITY);
+            check_cache(kv);
+            if (st && adopts) CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        }
+        CHECK_EQ(st, TKV_OK);
+        CHECK_EQ(info.n_pages, 3);
+        least[adopts] = n;
+        if (!adopts) CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    }
+    CHECK(least[0] > 1024 && least[1] > 1024 && least[0] < 400000);
+    CHECK_EQ(tkv_seq_fork(heap, 0, 1, info.n_tokens), TKV_OK);
+    compare_sequences(kv, 0, heap, 1);
+    tkv_destroy(kv);
+    tkv_destroy(heap);
+    empty_store(&s);
+    free(arena);
+    free(scratch);
+}
+
 /* >>failures */
 TEST(each_allocation_fails_once) {
     tkv_config cfg = config_of(0);
@@ -640,7 +964,6 @@ TEST(refused) {
     CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_OK);
     CHECK_EQ(info.n_pages, 1);
     CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &none, &info), TKV_ERR_ARG);
-    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_publish_prefix(kv, NULL, &callbacks, &info), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_adopt_prefix(kv, &p, &callbacks, &info), TKV_ERR_STATE); /* it has tokens */
     q = p;
@@ -720,6 +1043,11 @@ int main(int argc, char **argv) {
     RUN(only_the_path_is_published);
     RUN(caches_with_a_ladder);
     RUN(a_budget_spoils_no_page);
+    RUN(sequences_find_each_other);
+    RUN(names_go_with_their_tokens);
+    RUN(random_prefixes);
+    RUN(names_have_no_memory);
+    RUN(stores_in_place);
     RUN(each_allocation_fails_once);
     RUN(refused);
     return tkv_test_end();

@@ -95,13 +95,24 @@ static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int en
     tkvi_uncount_blocks(list, first, end);
 }
 
+enum { TKVI_MOST_PAGE = TKV_PAGE_TOKENS + TKVI_BLOCK }; /* tokens of page 0, with the sinks */
+
+/* A page of a sequence that other sequences of the cache find (persist/prefix.h). */
+typedef struct tkvi_named_page {
+    uint8_t hash[32];
+    int end; /* of the page, by index */
+    int tokens[TKVI_MOST_PAGE];
+} tkvi_named_page;
+
 typedef struct tkvi_seq {
     uint32_t *block; /* [n_layers][cap] block numbers */
     uint32_t cap;
     int in_step;
-    int is_appending; /* 1: the append in progress has tokens for this sequence */
-    int reserved_len; /* memory is reserved up to this length; 0: none */
-    uint64_t used;    /* kv->call.clock at the last append, reservation or recomputation */
+    int is_appending;      /* 1: the append in progress has tokens for this sequence */
+    int reserved_len;      /* memory is reserved up to this length; 0: none */
+    uint64_t used;         /* kv->call.clock at the last append, reservation or recomputation */
+    tkvi_named_page *page; /* [page_cap] from the first page on */
+    int n_pages, page_cap;
 } tkvi_seq;
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.
@@ -219,6 +230,7 @@ typedef struct tkvi_call_state {
     int keeps_tokens;  /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
     int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
     int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
+    int lacks_scratch; /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
     char error[160];
 } tkvi_call_state;
 
@@ -929,6 +941,24 @@ static void tkvi_wipe_work_space(tkv_cache *kv) {
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq < 0) tkvi_wipe(end, kv->sizes.meter_copies);
 }
 
+/* Removes the names of pages that have more than the first n_tokens of a sequence. */
+static void tkvi_forget_pages(tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_seq *s = &kv->seq[seq];
+    if (!TKVI_HAS_PREFIXES) return;
+    while (s->n_pages && s->page[s->n_pages - 1].end > n_tokens) s->n_pages--;
+    if (s->n_pages || !s->page) return;
+    if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(s->page, (size_t)s->page_cap * sizeof *s->page);
+    tkvi_put(&kv->heap, s->page, (size_t)s->page_cap * sizeof *s->page);
+    s->page = NULL;
+    s->page_cap = 0;
+}
+
+/* Removes what a sequence has of more than its first n_tokens beside their blocks: states, and names of pages. */
+static void tkvi_forget_tokens(tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_drop_states(&kv->states, seq, n_tokens);
+    tkvi_forget_pages(kv, seq, n_tokens);
+}
+
 TKV_API void tkv_destroy(tkv_cache *kv) {
     tkvi_heap heap;
     uint32_t i;
@@ -953,7 +983,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++) {
-        tkvi_drop_states(&kv->states, s, 0);
+        tkvi_forget_tokens(kv, s, 0);
         tkvi_put(&kv->heap, kv->states.list[s].held, kv->states.list[s].cap * sizeof(tkvi_held_state));
     }
     tkvi_put(&kv->heap, kv->states.region, kv->states.region_bytes);

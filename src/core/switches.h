@@ -90,6 +90,7 @@
 
 /* Blocks that stay in a saved file. */
 #define TKVI_HAS_ATTACH (TKVI_HAS_OFFLOAD && TKVI_HAS_SAVE)
+#define TKVI_HAS_PREFIXES (TKVI_HAS_SAVE && TKVI_HAS_MOVES)
 
 /* A function for a row of a table; NULL if `has` is 0. */
 #define TKVI_IF(has, function) ((has) ? (function) : NULL)

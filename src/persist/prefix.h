@@ -8,6 +8,9 @@
  *     value      of hash[i]: page i as a saved sequence (persist/saved.h) whose model is hash[i] and whose tokens are
  *                | i | number of stateful layers | tokens of the page |
  *
+ * Without a store, sequences of one cache find each other's pages: a publication names those of its sequence, and an
+ * adoption shares the blocks (tkv_seq_copy). A name goes with the first of its tokens that goes (tkvi_forget_tokens).
+ *
  * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
  * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the
  * prefix before it.
@@ -25,19 +28,18 @@
 #include "step/move.h"
 #include "step/states.h"
 
-#define TKVI_HAS_PREFIXES (TKVI_HAS_SAVE && TKVI_HAS_MOVES)
 #define TKVI_PAGE_HEAD 2 /* numbers before the tokens of a value */
 #define TKVI_PAGES_AT_ONCE 8
 #define TKVI_PREFIX_VERSION 1
-enum { TKVI_MOST_PAGE = TKV_PAGE_TOKENS + TKVI_BLOCK }; /* tokens of page 0, with the sinks */
 
 typedef struct tkvi_prefix {
     tkv_cache *kv;
     const tkv_prefix_params *p;
-    const tkv_prefix_store *store;
+    const tkv_prefix_store *store; /* NULL: the other sequences of the cache */
     tkv_prefix_info info;
-    tkv_prefix_hash hash; /* of the page before `page` */
-    int sinks, page;      /* page: the next one */
+    tkv_prefix_hash root, hash; /* hash: of the page before `page` */
+    int sinks, page;            /* page: the next one */
+    size_t n_bytes;             /* of the values before it */
     int tokens[TKVI_PAGE_HEAD + TKVI_MOST_PAGE];
     tkvi_scratch scratch;
 } tkvi_prefix;
@@ -121,7 +123,8 @@ static void tkvi_hash_root(tkvi_prefix *x, uint8_t *room) {
         tkvi_hash_number(&s, tkvi_member_int(&kv->tables.cfg.format, tkvi_option_rows[i].offset));
     tkvi_hash_number(&s, kv->tables.cfg.model.n_layers);
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) tkvi_hash_layer(&s, kv, i, room);
-    tkvi_sha256_end(&s, x->hash.bytes);
+    tkvi_sha256_end(&s, x->root.bytes);
+    x->hash = x->root;
 }
 
 /* The hash of a page. before: that of the page before it. */
@@ -159,9 +162,10 @@ static int tkvi_is_on_path(const tkv_cache *kv, int layer, const tkvi_entry *e, 
         return 0;
     if (is_sinks) return b->layout == kv->tables.plan[layer].sink_layout;
     if (tokens != TKVI_BLOCK || e->sink_mask || b->tier == TKV_TIER_HOT) return 0;
-    if (b->layout == archive)
-        return kv->tables.n_levels == 1 || !spec->warm || b->previous_layout == warm + 1;
-    return spec->warm > 0 && b->layout == warm;
+    if (kv->tables.n_levels == 1) return b->layout == archive || (spec->warm > 0 && b->layout == warm);
+    if (spec->warm <= 0) return b->layout == archive && !b->previous_layout;
+    return (b->layout == archive && b->previous_layout == warm + 1) ||
+           (b->layout == warm && (!b->previous_layout || b->previous_layout == warm + 1));
 }
 
 /* 1 if a sequence has the tokens first .. end - 1 as blocks on the path of the plan, in all layers. ahead: positions of
@@ -211,6 +215,69 @@ static tkv_status tkvi_empty_spare(const tkvi_prefix *x, tkv_status st) {
     return st;
 }
 
+/* The scratch memory that x->scratch has left, for a save or a load. NULL: the heap gives it. */
+static void *tkvi_rest_of_scratch(const tkvi_scratch *s, size_t *bytes) {
+    const size_t used = tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from + s->taken;
+    *bytes = s->from && used < s->size ? s->size - used : 0;
+    return !s->from ? NULL : *bytes ? s->from + used : s->from;
+}
+
+/* >>names */
+static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
+    while (n > 0 && *a == *b) a++, b++, n--;
+    return n <= 0;
+}
+
+/* 1 if a sequence has named its page x->page so, and has these tokens there. */
+static int tkvi_is_named(const tkvi_prefix *x, int seq, const tkv_prefix_hash *hash) {
+    const tkvi_seq *s = &x->kv->seq[seq];
+    const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page);
+    return s->n_pages > x->page && memcmp(s->page[x->page].hash, hash->bytes, sizeof hash->bytes) == 0 &&
+           s->page[x->page].end == end &&
+           tkvi_are_same_tokens(s->page[x->page].tokens, x->p->tokens + first, end - first);
+}
+
+/* Names the first n pages of the sequence, in the place of the names that it had. */
+static tkv_status tkvi_name_pages(const tkvi_prefix *x, int n) {
+    tkv_cache *kv = x->kv;
+    tkvi_seq *s = &kv->seq[x->p->seq];
+    const size_t bytes = (size_t)n * sizeof(tkvi_named_page);
+    const tkv_prefix_hash *before = &x->root;
+    tkvi_named_page *page = s->page;
+    tkv_prefix_hash hash;
+    size_t needed = 0;
+    int i;
+    if (n > s->page_cap) {
+        if (!tkvi_provide_bytes(kv, bytes, &needed)) return tkvi_refuse_over_budget(kv, needed);
+        page = (tkvi_named_page *)tkvi_get(&kv->heap, bytes);
+        if (!page) return tkvi_refuse_no_memory(kv, "no memory to name", n, " pages");
+        memset(page, 0, bytes);
+        tkvi_forget_pages(kv, x->p->seq, 0);
+        s->page = page;
+        s->page_cap = n;
+    }
+    for (i = 0; i < n; i++) {
+        const int first = tkvi_page_start(x, i), end = tkvi_page_end(x, i);
+        hash = tkvi_hash_page(x, before, i);
+        memcpy(page[i].hash, hash.bytes, sizeof hash.bytes);
+        memcpy(page[i].tokens, x->p->tokens + first, (size_t)(end - first) * sizeof *page[i].tokens);
+        page[i].end = end;
+        before = &hash;
+    }
+    s->n_pages = n;
+    return TKV_OK;
+}
+
+/* A sequence that has the page x->page under this hash, with these tokens; -1: none has. */
+static int tkvi_find_page(const tkvi_prefix *x, const tkv_prefix_hash *hash) {
+    int seq;
+    for (seq = 0; seq < x->kv->tables.cfg.limits.max_seqs; seq++)
+        if (seq != x->p->seq && tkvi_is_named(x, seq, hash) && !x->kv->seq[seq].in_step &&
+            tkvi_has_page(x->kv, seq, tkvi_page_start(x, x->page), tkvi_page_end(x, x->page), 0, 0))
+            return seq;
+    return -1;
+}
+
 /* >>publish */
 /* Saves the page in the spare sequence and puts it into the store. A store that fails keeps nothing. */
 static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int tokens) {
@@ -224,8 +291,10 @@ static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int
     save.model_bytes = sizeof hash->bytes;
     save.tokens = x->tokens;
     save.n_tokens = TKVI_PAGE_HEAD + tokens;
+    save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     st = tkv_seq_save(x->kv, &save, NULL, 0, &n);
     if (!st) st = tkvi_take_scratch(&x->scratch, n, &bytes);
+    save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     if (!st) st = tkv_seq_save(x->kv, &save, bytes, n, NULL);
     if (!st) {
         const int failed = x->store->put(x->store->user, hash, bytes, n);
@@ -256,20 +325,19 @@ static tkv_status tkvi_publish(tkvi_prefix *x) {
         const int end = tkvi_page_end(x, x->page);
         const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
         if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
-        if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
+        if (!x->store) x->info.n_put += !tkvi_is_named(x, x->p->seq, &hash);
+        else if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
         x->hash = hash;
         if (st || !tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
         x->info.n_pages++;
         x->info.n_tokens = end;
     }
+    if (!st && !x->store && x->info.n_put) st = tkvi_name_pages(x, x->info.n_pages);
+    if (st && !x->store) x->info.n_put = 0;
     return st;
 }
 
 /* >>adopt */
-static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
-    while (n > 0 && *a == *b) a++, b++, n--;
-    return n <= 0;
-}
 
 /* 1 if the spare sequence has the page, and the caller's tokens. */
 static int tkvi_is_page(const tkvi_prefix *x, const tkv_load_info *info) {
@@ -312,9 +380,12 @@ static tkv_status tkvi_adopt_page(tkvi_prefix *x, const tkv_prefix_hash *hash, c
     load.model_bytes = sizeof hash->bytes;
     load.tokens = x->tokens;
     load.token_capacity = TKVI_PAGE_HEAD + end - first;
+    load.scratch = tkvi_rest_of_scratch(&x->scratch, &load.scratch_bytes);
+    x->kv->call.lacks_scratch = 0;
     st = tkv_seq_load(x->kv, &load, bytes, size, &info);
     if (!st) tkvi_give_history(x);
-    *is_miss = st == TKV_ERR_DATA || st == TKV_ERR_CONFIG || st == TKV_ERR_CAPACITY || info.n_recoded > 0 ||
+    *is_miss = st == TKV_ERR_DATA || st == TKV_ERR_CONFIG ||
+               (st == TKV_ERR_CAPACITY && !x->kv->call.lacks_scratch) || info.n_recoded > 0 ||
                (!st && !tkvi_is_page(x, &info));
     if (!st && !*is_miss) st = tkv_seq_copy(x->kv, x->p->spare, first, end, x->p->seq, first);
     if (!st && !*is_miss) st = tkvi_copy_states(x, x->p->spare, end - first, x->p->seq, end);
@@ -374,12 +445,46 @@ static void tkvi_cut_adopted(tkvi_prefix *x) {
     memcpy(x->kv->call.error, error, sizeof error);
 }
 
+/* Goes on behind a page that was adopted. n_needed: as in tkvi_has_all_states. size: of its value. */
+static void tkvi_count_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int n_needed, size_t size) {
+    const int end = tkvi_page_end(x, x->page);
+    tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
+    x->hash = *hash;
+    x->page++;
+    x->n_bytes += size;
+    if (!tkvi_has_all_states(x, end, n_needed)) return;
+    x->info.n_pages = x->page;
+    x->info.n_tokens = end;
+    x->info.bytes = x->n_bytes;
+}
+
+/* Adopts pages of other sequences of the cache. The blocks are shared. */
+static tkv_status tkvi_adopt_here(tkvi_prefix *x) {
+    tkv_cache *kv = x->kv;
+    tkv_status st = TKV_OK;
+    while (!st && x->page < tkvi_n_pages(x)) {
+        const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page), seq = x->p->seq;
+        const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
+        const int from = tkvi_find_page(x, &hash);
+        if (from < 0) break;
+        st = tkv_seq_copy(kv, from, first, end, seq, first);
+        /* memory for the copy can have come from blocks that were coded again */
+        if (!st && !tkvi_has_page(kv, seq, first, end, 0, 1)) break;
+        if (!st) st = tkvi_copy_states(x, from, end, seq, end);
+        if (!st) tkvi_count_page(x, &hash, 0, 0);
+    }
+    tkvi_cut_adopted(x);
+    if (!st && x->info.n_pages) st = tkvi_name_pages(x, x->info.n_pages);
+    return st;
+}
+
 static tkv_status tkvi_adopt(tkvi_prefix *x) {
     tkv_prefix_hash hash[TKVI_PAGES_AT_ONCE];
     const void *bytes[TKVI_PAGES_AT_ONCE];
-    size_t size[TKVI_PAGES_AT_ONCE], n_bytes = 0;
+    size_t size[TKVI_PAGES_AT_ONCE];
     tkv_status st = TKV_OK;
-    int i, n, is_miss = 0, len;
+    int i, n, is_miss = 0;
+    if (!x->store) return tkvi_adopt_here(x);
     do {
         n = tkvi_get_pages(x, hash, bytes, size);
         for (i = 0; i < n && !st && !is_miss; i++) {
@@ -387,16 +492,7 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
             if (!bytes[i]) is_miss = 1;
             else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
             x->info.n_rejected += is_miss && bytes[i];
-            if (st || is_miss) break;
-            tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
-            n_bytes += size[i];
-            x->hash = hash[i];
-            x->page++;
-            len = tkvi_page_end(x, x->page - 1);
-            if (!tkvi_has_all_states(x, len, x->tokens[1])) continue;
-            x->info.n_pages = x->page;
-            x->info.n_tokens = len;
-            x->info.bytes = n_bytes;
+            if (!st && !is_miss) tkvi_count_page(x, &hash[i], x->tokens[1], size[i]);
         }
     } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
     if (is_miss) st = TKV_OK;
@@ -433,17 +529,20 @@ static tkv_status tkvi_check_path(tkv_cache *kv, int *sinks) {
     return TKV_OK;
 }
 
-static tkv_status tkvi_check_prefix_seqs(tkv_cache *kv, const tkv_prefix_params *p, int is_adopted) {
+/* needs_spare: 1 with a store. */
+static tkv_status tkvi_check_prefix_seqs(tkv_cache *kv, const tkv_prefix_params *p, int is_adopted,
+                                         int needs_spare) {
     int i;
-    for (i = 0; i < 2; i++) {
+    for (i = 0; i < 1 + needs_spare; i++) {
         const int seq = i ? p->spare : p->seq;
         if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
         if (kv->seq[seq].in_step)
             return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first: sequence", seq,
                              "");
     }
-    if (p->seq == p->spare) return tkvi_fail(kv, TKV_ERR_ARG, "seq and spare are both sequence", p->seq, "");
-    for (i = !is_adopted; i < 2; i++) {
+    if (needs_spare && p->seq == p->spare)
+        return tkvi_fail(kv, TKV_ERR_ARG, "seq and spare are both sequence", p->seq, "");
+    for (i = !is_adopted; i < 1 + needs_spare; i++) {
         const int seq = i ? p->spare : p->seq;
         if (!tkvi_is_empty_seq(kv, seq))
             return tkvi_fail(kv, TKV_ERR_STATE, "reset it first: tokens or states are in sequence", seq, "");
@@ -475,8 +574,8 @@ static tkv_status tkvi_begin_prefix(tkvi_prefix *x, tkv_cache *kv, const tkv_pre
     if (st) return st;
     x->kv = kv;
     x->p = p;
-    x->scratch = tkvi_scratch_of(kv, NULL, 0);
-    st = tkvi_take_scratch(&x->scratch, tkvi_room_for_piece(kv), &room);
+    x->scratch = tkvi_scratch_of(kv, p->scratch, p->scratch_bytes);
+    if (tkvi_room_for_table(kv)) st = tkvi_take_scratch(&x->scratch, tkvi_room_for_table(kv), &room);
     if (!st) tkvi_hash_root(x, room);
     tkvi_give_back(&x->scratch, 0);
     return st;
@@ -503,12 +602,15 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     tkvi_prefix x;
     tkv_status st;
     if (out) memset(out, 0, sizeof *out);
-    if (!kv || !p || !store) return TKV_ERR_ARG;
+    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
     st = tkvi_check_prefix_params(kv, p);
-    if (!st && (is_adopted ? !store->get : !store->put))
+    if (!st && store && (is_adopted ? !store->get : !store->put))
         st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);
-    if (!st) st = tkvi_check_prefix_seqs(kv, p, is_adopted);
+    if (!st && !store && kv->pool.keep_all)
+        st = tkvi_fail(kv, TKV_ERR_CAPACITY, "in place there is no memory for names of pages; give a store",
+                       0, NULL);
+    if (!st) st = tkvi_check_prefix_seqs(kv, p, is_adopted, store != NULL);
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
     x.store = store;

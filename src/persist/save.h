@@ -796,19 +796,26 @@ static tkv_status tkvi_check_save(tkv_cache *kv, const tkv_save_params *p) {
     return st;
 }
 
+/* Bytes of the largest table of a layer; 0: no layer has one. */
+static size_t tkvi_room_for_table(const tkv_cache *kv) {
+    size_t most = 0;
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        if (kv->tables.plan[layer].stored_layer == layer && tkvi_table_parts(kv, layer)) {
+            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, layer), tkvi_table_parts(kv, layer));
+            most = bytes > most ? bytes : most;
+        }
+    return most;
+}
+
 /* Bytes of the largest block or table of a layer. */
 static size_t tkvi_room_for_piece(const tkv_cache *kv) {
-    size_t most = 0;
+    size_t most = tkvi_room_for_table(kv);
     int i;
     for (i = 0; i < kv->tables.n_layouts; i++) {
         const size_t slot = kv->tables.size_class[kv->tables.layout[i].size_class].slot_bytes;
         most = slot > most ? slot : most;
     }
-    for (i = 0; i < kv->tables.cfg.model.n_layers; i++)
-        if (kv->tables.plan[i].stored_layer == i) {
-            const size_t bytes = tkvi_parts_bytes(tkvi_geometry_of(kv, i), tkvi_table_parts(kv, i));
-            most = bytes > most ? bytes : most;
-        }
     return most + tkvi_gap_to(most, 64);
 }
 

@@ -31,6 +31,7 @@ static tkvi_scratch tkvi_scratch_of(tkv_cache *kv, void *from, size_t size) {
 static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out) {
     const size_t gap = s->from ? tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from : 0;
     const size_t taken = tkvi_align_up(s->taken);
+    s->kv->call.lacks_scratch = 1;
     if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
         return tkvi_fail(s->kv, TKV_ERR_CAPACITY,
                          "scratch is too small; bytes needed:", (int64_t)(taken + bytes) + 63, "");
@@ -38,6 +39,7 @@ static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out
     if (!*out)
         return tkvi_refuse_no_memory(
             s->kv, "no memory to save or load; give scratch of bytes:", (int64_t)(taken + bytes) + 63, "");
+    s->kv->call.lacks_scratch = 0;
     s->piece[s->n].at = *out;
     s->piece[s->n].before = s->taken;
     s->piece[s->n++].bytes = bytes;

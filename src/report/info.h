@@ -1102,8 +1102,14 @@ TKV_API tkv_status tkv_check(const tkv_cache *kv, char *reason, size_t size) {
            kv->pool.source_cap * sizeof(tkvi_source_place) + kv->pool.n_attached * sizeof(tkvi_attached) +
            kv->pool.page_cap * sizeof(tkvi_page) + tkvi_turns_bytes(kv->turns.cap, kv->turns.lanes) +
            kv->pool.block_cap * tkvi_block_entry_bytes(&kv->tables.cfg);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
-        held += (size_t)kv->seq[seq].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+        const tkvi_seq *s = &kv->seq[seq];
+        held += (size_t)s->cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t) +
+                (size_t)s->page_cap * sizeof *s->page;
+        if (s->n_pages > s->page_cap ||
+            (s->n_pages && s->page[s->n_pages - 1].end > tkv_get_length(kv, seq, TKV_ALL_LAYERS)))
+            return tkvi_report_broken(&k, "a page is named whose tokens are gone, in sequence", seq);
+    }
     if (held != kv->heap.held)
         return tkvi_report_broken(&k, "bytes held do not add up", (int64_t)kv->heap.held);
     st = tkv_get_memory(kv, &m);

@@ -236,7 +236,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_keep_in_list(kv, layer, &keep);
-    tkvi_drop_states(&kv->states, seq, first);
+    tkvi_forget_tokens(kv, seq, first);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }

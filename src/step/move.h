@@ -162,7 +162,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     int layer, len = 0, first_index;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
-    first_index = kv->states.list[seq].n ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
+    first_index =
+        kv->states.list[seq].n || kv->seq[seq].n_pages ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -171,7 +172,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
-    tkvi_drop_states(&kv->states, seq, first_index); /* those behind have seen a token that is gone */
+    tkvi_forget_tokens(kv, seq, first_index); /* those behind have seen a token that is gone */
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }

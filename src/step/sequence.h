@@ -900,7 +900,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         tkvi_count_seen_tokens(kv, layer, -n);
         tkvi_truncate_list(kv, seq, layer, list->step_len);
     }
-    tkvi_drop_states(&kv->states, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+    tkvi_forget_tokens(kv, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -998,7 +998,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     pages_before = tkvi_n_pages_taken(&kv->pool);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
-    tkvi_drop_states(&kv->states, seq, n_tokens);
+    tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -1016,7 +1016,7 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
-    tkvi_drop_states(&kv->states, seq, 0);
+    tkvi_forget_tokens(kv, seq, 0);
     kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);

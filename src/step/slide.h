@@ -173,7 +173,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     if (st) return st;
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &gone);
-    tkvi_drop_states(&kv->states, seq, gone.from);
+    tkvi_forget_tokens(kv, seq, gone.from);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = gone.to - gone.from;
