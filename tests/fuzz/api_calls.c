@@ -98,6 +98,8 @@ static guarded_buffer arena;
 static tkv_remat remat;
 static int in_place, k_row, v_row, v_dim, remat_step, is_logging, fail_at_row;
 static uint32_t next_id;
+static long n_named, n_adopted; /* calls that named pages, and that adopted some */
+static int named_seq;           /* the last sequence whose pages were named */
 static size_t budget_before;
 static uint8_t image[1 << 17]; /* of tkv_save_calibration */
 static size_t image_size;
@@ -896,6 +898,71 @@ static tkv_status call_copy(void) {
     return st;
 }
 
+/* Names the pages of a sequence, or takes into an empty one what is named of the tokens of another. A token's number is
+ * of its ids, so check_values finds every token that is not of the text. */
+static tkv_status call_prefix(void) {
+    static int text[LONGEST];
+    const int adopts = next_byte() % 2, src = adopts && next_byte() % 4 ? named_seq : choose_seq(),
+              other = adopts ? choose_seq() : src;
+    const int seq = adopts && is_seq(src) && src == other ? (src + 1) % SEQS : other;
+    int n = choose_int(0, LONGEST);
+    tkv_prefix_params p;
+    tkv_prefix_info info;
+    tkv_status st;
+    int i, l;
+    sprintf(call.text, "%s %d tokens of sequence %d%s%d", adopts ? "adopt" : "name", n, src,
+            adopts ? " in sequence " : ", ", seq);
+    memset(&p, 0, sizeof p);
+    memset(&info, 0, sizeof info);
+    p.seq = seq;
+    p.tokens = text;
+    p.n_tokens = n;
+    if (!adopts && is_seq(src) && next_byte() % 2) { /* a text of its own, long enough for a page */
+        CHECK_EQ(tkv_seq_reset(kv, src), TKV_OK);
+        reset_model(src);
+        for (i = 0; i < 6; i++) {
+            allow_reclaim(src);
+            if (append_to_all(src, min_of(CHUNK, LONGEST - max_len(src)))) note_recoding();
+        }
+    }
+    if (n > LONGEST || (adopts && !is_seq(src))) return skip_call(); /* there is no text */
+    call.must_fail = n < 0 || !is_seq(seq);
+    if (next_byte() % 2 && is_seq(src) && !call.must_fail) n = p.n_tokens = min_len(src);
+    for (i = 0; i < n && !call.must_fail; i++) /* a token is what its layers have */
+        text[i] =
+            i < min_len(src) ? (int)((model[src][0].id[i] * 2654435761u ^ model[src][1].id[i]) >> 1) : -1;
+    if (!adopts && !call.must_fail) p.n_tokens = min_of(n, min_len(src));
+    if (adopts && !call.must_fail && next_byte() % 4) {
+        CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+        reset_model(seq);
+    }
+    if (adopts && !call.must_fail) call.must_fail = in_step[seq] || max_len(seq);
+    allow_reclaim(-1);
+    call.keeps_part = 1;
+    for (l = 0; l < 2 && adopts && !call.must_fail; l++) { /* what is evicted meanwhile is of these tokens */
+        model_layer *to = &model[seq][l];
+        for (i = 0; i < n; i++) {
+            to->id[i] = model[src][l].id[i];
+            to->position[i] = i;
+            to->turned[i] = to->state[i] = to->is_sink[i] = to->is_pinned[i] = 0;
+        }
+        to->len = to->exact_from = n;
+    }
+    st = adopts ? tkv_seq_adopt_prefix(kv, &p, NULL, &info) : tkv_seq_publish_prefix(kv, &p, NULL, &info);
+    if (call.must_fail) return st;
+    if (!adopts) {
+        if (info.n_put) n_named++, named_seq = seq;
+        return st;
+    }
+    CHECK(info.n_tokens <= n);
+    if (info.n_tokens) n_adopted++;
+    truncate_model(seq, 0, info.n_tokens);
+    truncate_model(seq, 1, info.n_tokens);
+    for (i = 0; i < SEQS && info.n_tokens; i++) may_share[i] = 1, reserved[i] = 0;
+    has_moved[seq] = info.n_tokens > 0;
+    return st;
+}
+
 /* Copies token `from` of a layer of the model to index `to`. */
 static void move_in_model(model_layer *s, int from, int to) {
     s->id[to] = s->id[from];
@@ -1173,7 +1240,8 @@ static tkv_status call_attend(void) {
     if (what & 64) p.query_positions = position;
     for (i = 0; i < ROWS; i++) position[i] = what & 64 ? choose_int(0, LONGEST + 100) : 0;
     for (i = 0; i < ROWS && p.query_positions; i++)
-        if (position[i] < 0 || position[i] >= 1 << 30) return skip_call(); /* the row may be of no query */
+        if (position[i] < 0 || position[i] > 1 << 20)
+            return skip_call(); /* of no query, or a float has no such logit */
     if (p.query_positions && (p.first_queries || p.row_ends)) call.must_fail = 1;
     for (i = 0; i < n_rows && p.row_ends && !call.must_fail; i++)
         for (r = 0; r < rows[i].n; r++) {
@@ -1477,6 +1545,7 @@ static const struct {
     {"remove", 12, call_remove, ERR(STATE) | ERR(RANGE)},
     {"shift", 16, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"copy", 14, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
+    {"prefix", 14, call_prefix, MEMORY_ERRORS | ERR(STATE) | ERR(UNSUPPORTED)},
     {"keep", 14, call_keep, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED)},
     {"slide", 12, call_slide, ERR(CAPACITY) | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"put state", 5, call_put_state, MEMORY_ERRORS},
@@ -1693,6 +1762,7 @@ static void run_cache(void) {
     memset(&call, 0, sizeof call);
     fail_next = fail_at_row = 0;
     next_id = 1;
+    named_seq = 0;
     image_size = 0;
     for (s = 0; s < SEQS; s++) reset_model(s);
     choose_config();
@@ -1824,7 +1894,7 @@ int main(int argc, char **argv) {
     printf("%d random inputs; calls", n_runs);
     for (i = 0; i < COUNT(calls); i++)
         printf("%s%s %ld, refused %ld", i % 6 ? "; " : "\n    ", calls[i].name, n_calls[i], n_refused[i]);
-    printf("\n");
+    printf("; pages named %ld times, adopted %ld times\n", n_named, n_adopted);
     return status;
 }
 #endif
