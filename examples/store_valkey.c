@@ -7,9 +7,9 @@
  * waits long for the server: a call has 20 ms, and a millisecond more for each 50 KB that came. After a failure the
  * program leaves the server alone for a second, then for two, up to 30. Whatever fails is a miss: the prompt is read.
  *
- * A server is not trusted: it may send no more bytes than the values that were asked for can have (--most), and no
- * longer list. What it sends is verified (tkv_seq_adopt_prefix). But its checksums can be computed by anyone: give the
- * server a password, and no stranger the right to write.
+ * A server is not trusted. A list or a value (--most) that is longer than asked fails before memory is taken for it,
+ * and a call ends after 8 * --most bytes. The values are verified (tkv_seq_adopt_prefix). But their checksums can be
+ * computed by anyone: give the server a password, and no stranger the right to write.
  *
  * The password is in the environment: TKV_STORE_PASSWORD, with --user NAME for a user of the server's ACL. There is no
  * TLS: use --socket PATH on one machine, or a tunnel. It needs POSIX and hiredis 0.14 or later.
@@ -17,11 +17,15 @@
  */
 #define PROGRAM "store_valkey"
 #include "shared_prompt.h" /* before system headers */
+#include "hiredis_any.h"
 
+#include <fcntl.h>
 #include <hiredis/hiredis.h>
+#include <poll.h>
+#include <signal.h>
 #include <sys/time.h>
 
-enum { MOST_KEYS = 8, KEY = 72, TIMES = 1024 };
+enum { MOST_KEYS = 8, KEY = 72, LINE = 4096, TIMES = 1024 };
 static const double bytes_per_second = 50e6, first_pause = 1, longest_pause = 30;
 
 static const char usage[] = "store_valkey [MODEL] [options]\n"
@@ -67,25 +71,41 @@ static void *fault(valkey_store *s) {
     return NULL;
 }
 
-/* Refuses a list that is longer than any that was asked for, before memory is taken for it. */
+/* Refuses a list that is longer than any that was asked for, or in another, before memory is taken for it. */
 static redisReplyObjectFunctions *plain_functions;
-static void *create_short_list(const redisReadTask *task, int n) {
-    return n < 0 || n > MOST_KEYS ? NULL : plain_functions->createArray(task, n);
+static void *create_short_list(const redisReadTask *task, list_length n) {
+    return task->parent || (size_t)n > MOST_KEYS ? NULL : plain_functions->createArray(task, n);
+}
+
+/* Returns 1 if the item that is not whole yet may become whole: a value of few enough bytes, or a line. */
+static int may_go_on(const valkey_store *s) {
+    const redisReader *r = s->server->reader;
+    const long long length = reply_item(r) == REDIS_REPLY_STRING ? strtoll(r->buf + r->pos, NULL, 10) : 0;
+    return length <= (long long)s->most << 20 && (long long)(r->len - r->pos) <= length + LINE;
+}
+
+/* Waits for the socket. Returns 0 if it is not ready before the deadline. */
+static int is_ready(const valkey_store *s, short events, double deadline) {
+    const double left = deadline - latency_now();
+    struct pollfd p;
+    memset(&p, 0, sizeof p);
+    p.fd = s->server->fd;
+    p.events = events;
+    return left > 0 && poll(&p, 1, (int)(1e3 * left) + 1) > 0;
 }
 
 /* Reads a reply of at most `most` bytes before the deadline. NULL: the call has failed. */
 static redisReply *read_reply(valkey_store *s, double deadline, size_t most) {
     void *reply = NULL;
-    size_t n = 0;
-    for (;;) {
-        const double left = deadline + (double)n / bytes_per_second - latency_now();
+    for (size_t n = 0, came = 0; n <= most; n += came) {
+        const double until = deadline + (double)n / bytes_per_second;
         if (redisGetReplyFromReader(s->server, &reply) != REDIS_OK) break;
         if (reply) return (redisReply *)reply;
-        if (left <= 0 || redisSetTimeout(s->server, time_of(left + 1e-4)) != REDIS_OK) break;
+        if (!may_go_on(s) || latency_now() > until) break;
         const size_t had = s->server->reader->len;
         if (redisBufferRead(s->server) != REDIS_OK) break;
-        n += s->server->reader->len - had;
-        if (n > most) break;
+        came = s->server->reader->len - had;
+        if (came == 0 && !is_ready(s, POLLIN, until)) break;
     }
     return (redisReply *)fault(s);
 }
@@ -95,12 +115,9 @@ static redisReply *call(valkey_store *s, int n, const char **words, const size_t
     const double start = latency_now(), deadline = start + 1e-3 * s->timeout;
     int done = 0;
     if (redisAppendCommandArgv(s->server, n, words, bytes) != REDIS_OK) return (redisReply *)fault(s);
-    while (!done) {
-        const double left = deadline - latency_now();
-        if (left <= 0 || redisSetTimeout(s->server, time_of(left + 1e-4)) != REDIS_OK ||
-            redisBufferWrite(s->server, &done) != REDIS_OK)
+    while (!done)
+        if (redisBufferWrite(s->server, &done) != REDIS_OK || (!done && !is_ready(s, POLLOUT, deadline)))
             return (redisReply *)fault(s);
-    }
     redisReply *reply = read_reply(s, deadline, most);
     if (s->n_times < TIMES) s->times[s->n_times++] = latency_now() - start;
     return reply;
@@ -118,7 +135,9 @@ static int is_connected(valkey_store *s) {
     }
     s->server = s->socket ? redisConnectUnixWithTimeout(s->socket, timeout)
                           : redisConnectWithTimeout(s->host, s->port, timeout);
-    if (!s->server || s->server->err) return fault(s) != NULL;
+    if (!s->server || s->server->err || fcntl(s->server->fd, F_SETFL, O_NONBLOCK) < 0)
+        return fault(s) != NULL;
+    s->server->flags &= ~REDIS_BLOCK; /* a call waits in is_ready only */
     plain_functions = s->server->reader->fn;
     s->bounded = *plain_functions;
     s->bounded.createArray = create_short_list;
@@ -256,6 +275,7 @@ static void set_defaults(valkey_store *s) {
 static tkv_prefix_store open_store(valkey_store *s) {
     const tkv_prefix_store store = {s, store_get, store_put, store_has};
     if (s->user && !s->password) fail("--user needs the password in TKV_STORE_PASSWORD");
+    signal(SIGPIPE, SIG_IGN); /* a server that has gone is a fault of a call */
     return store;
 }
 

@@ -3,6 +3,7 @@
 logits are those of adopting once more, whatever happens to the store; a damaged store gives the text of no store.
 
 tests/programs.py says what TKV_TEST_STRICT and TKV_TEST_CFLAGS do."""
+import contextlib
 import os
 import random
 import re
@@ -287,43 +288,123 @@ class Valkey(Store):
             "an end": b"",
         }
         for name, answer in kinds.items():
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                ends = threading.Event()
-                thread = threading.Thread(target=self.serve, args=(server, answer, ends))
-                thread.start()
-                self.at = ["--port", str(server.getsockname()[1])]
+            with self.fake_server(answer):
                 out = self.read()
-                ends.set()
-                thread.join()
             self.assertEqual(out[:2], alone[:2], name)
             self.assertEqual(out[2]["found"], 0, name)
         # the machine can be busy: a quarter of a second, where each call that waits for the timeout takes 20 ms
         self.assertLess(out[2]["first"], alone[2]["first"] + 250)
 
-    @staticmethod
-    def serve(server, answer, ends):
-        server.settimeout(0.05)
-        open_ones = []
-        while not ends.is_set():
+    @contextlib.contextmanager
+    def fake_server(self, answer, after=None, pause=0):
+        """A server on a unix socket. It answers the first command of a connection, and sends `after` again and again, with a pause
+        of seconds. b"": it closes the connection."""
+        ends = threading.Event()
+        path = os.path.join(self.place, "fake")
+
+        def serve():
+            open_ones = []
+            while not ends.is_set():
+                try:
+                    s = server.accept()[0]
+                except OSError:
+                    continue
+                s.settimeout(0.2)
+                open_ones.append(s)
+                try:
+                    s.recv(4096)  # AUTH
+                    if answer != b"":
+                        s.sendall(b"+OK\r\n")
+                        s.recv(65536)
+                    if answer:
+                        s.sendall(answer)
+                    while after and not ends.is_set():
+                        s.sendall(after)
+                        time.sleep(pause)
+                    if b"" in (answer, after):
+                        s.close()
+                except OSError:
+                    pass
+            for s in open_ones:
+                s.close()
+
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen()
+            server.settimeout(0.05)
+            thread = threading.Thread(target=serve)
+            thread.start()
+            self.at = ["--socket", path]
             try:
-                s = server.accept()[0]
-            except OSError:
-                continue
-            s.settimeout(0.2)
-            open_ones.append(s)
-            try:
-                s.recv(4096)  # AUTH
-                if answer != b"":
-                    s.sendall(b"+OK\r\n")
-                    s.recv(65536)
-                if answer:
-                    s.sendall(answer)
-                if answer == b"":
-                    s.close()
-            except OSError:
-                pass
-        for s in open_ones:
-            s.close()
+                yield
+            finally:
+                ends.set()
+                thread.join()
+                os.remove(path)
+
+    def measure(self, *args):
+        """Runs the program as read does. Returns its text and logits, its numbers, and the most memory that it held, in MiB
+        (0: the system has no /proc)."""
+        # an allocator of a sanitizer holds what was freed
+        env = dict(os.environ, ASAN_OPTIONS="quarantine_size_mb=1:" + os.environ.get("ASAN_OPTIONS", ""))
+        most = 0
+        with tempfile.TemporaryFile("w+") as out, subprocess.Popen(self.words(*args), stdout=out, env=env) as p:
+            while p.poll() is None:
+                try:
+                    with open("/proc/%d/status" % p.pid) as f:
+                        most = max([most] + [int(kib) / 1024 for kib in re.findall(r"^VmHWM:\s+(\d+)", f.read(), re.M)])
+                except OSError:
+                    pass
+                time.sleep(0.01)
+            self.assertEqual(p.returncode, 0)
+            out.seek(0)
+            text, logits, numbers = self.parse(out.read())
+        return (text, logits), numbers, most
+
+    def test_replies_without_end(self):
+        """A reply ends when it is longer than a right one can be, or late. What is too long takes no memory."""
+        MIB = 1 << 20
+        value = b"$%d\r\n" % MIB + b"x" * MIB + b"\r\n"
+        lists = b":1\r\n"
+        for _ in range(6):
+            lists = b"*8\r\n" + 8 * lists
+        # name: what begins the reply, what follows for ever, seconds between, MiB of memory that it may take
+        kinds = {
+            "a value of 2 GB": (b"*8\r\n$2000000000\r\n", b"x" * 65536, 0, 4),
+            "a value of a byte more than allowed": (b"*5\r\n$%d\r\n" % (16 * MIB + 1), b"x" * 65536, 0, 4),
+            "a value that trickles": (b"*8\r\n$1000000\r\n", b"x", 0.002, 4),
+            "a value alone that trickles": (b"$1000000\r\n", b"x", 0.002, 4),
+            "a line": (b"+", b"x" * 65536, 0, 4),
+            "a line in a list": (b"*8\r\n-", b"x" * 65536, 0, 4),
+            "a number that trickles": (b"*", b"1", 0.002, 4),
+            "lists in lists": (b"*8\r\n", lists, 0, 4),
+            "a list of many": (b"*2000000000\r\n", b"$-1\r\n" * 16384, 0, 4),
+            "a list of a value more": (b"*9\r\n", value, 0, 4),
+            "values as long as allowed (--most 1)": (b"*5\r\n", value, 0, 8),
+        }
+        self.at = ["--socket", os.path.join(self.place, "none")]
+        alone, numbers, memory = self.measure()
+        for name, (begin, after, pause, most) in kinds.items():
+            for tries in range(3):  # the machine can be busy: once in three times it is not
+                with self.fake_server(begin, after, pause):
+                    out = self.measure(*(["--most", "1"] if "--most" in name else []))
+                self.assertEqual(out[0], alone, name)
+                self.assertEqual(out[1]["found"], 0, name)
+                self.assertLess(out[2], memory + most, name)
+                # the timeouts of AUTH and of the call, and 20 ms for each MiB that is allowed; the rest is noise
+                late = out[1]["first"] - numbers["first"]
+                if late < 40 + (5 * 20 if "--most" in name else 0) + 150:
+                    break
+            else:
+                self.fail("%s: the first token comes %.0f ms later" % (name, late))
+
+    def test_a_server_that_goes(self):
+        """It has no page, and closes the connection before the program publishes."""
+        alone = self.without()
+        with self.fake_server(b"*5\r\n" + 5 * b"$-1\r\n", b""):
+            out = self.read()
+        self.assertEqual(out[:2], alone[:2])
+        self.assertEqual((out[2]["found"], out[2]["put"]), (0, 0))
 
     def test_a_server_that_dies(self):
         self.read()
