@@ -11,8 +11,9 @@
  * and a call ends after 8 * --most bytes. The values are verified (tkv_seq_adopt_prefix). But their checksums can be
  * computed by anyone: give the server a password, and no stranger the right to write.
  *
- * The password is in the environment: TKV_STORE_PASSWORD, with --user NAME for a user of the server's ACL. There is no
- * TLS: use --socket PATH on one machine, or a tunnel. It needs POSIX and hiredis 0.14 or later.
+ * The password is in the environment: TKV_STORE_PASSWORD, with --user NAME for a user of the server's ACL. TLS (--tls)
+ * needs hiredis 1.0 or later and more words for the compiler (hiredis_any.h). Else use --socket PATH on one machine, or
+ * a tunnel. It needs POSIX and hiredis 0.14 or later. Give an address as --host: looking up a name has no timeout.
  * `./store_valkey --help` lists the options. In this order: connection, commands, the store, metrics, main.
  */
 #define PROGRAM "store_valkey"
@@ -32,7 +33,7 @@ static const char usage[] = "store_valkey [MODEL] [options]\n"
                             "Without MODEL, the model is examples/data/demo.gguf.\n" SHARED_PROMPT_HELP
                             "  --host NAME        the server (127.0.0.1)\n"
                             "  --port N           its port (6379)\n"
-                            "  --socket PATH      its unix socket, in the place of host and port\n"
+                            "  --socket PATH      its unix socket, in the place of host and port\n" TLS_HELP
                             "  --user NAME        user of the server; the password is in TKV_STORE_PASSWORD\n"
                             "  --ttl N            seconds until a value expires (86400)\n"
                             "  --timeout N        milliseconds that a call may take (20)\n"
@@ -45,8 +46,10 @@ typedef struct valkey_store {
     shared_prompt prompt;
     const char *host, *socket, *user, *password, *metrics;
     int port, ttl, timeout, most; /* milliseconds; MiB */
-    redisContext *server;         /* NULL: not connected */
-    redisReply *values;           /* of the last get; they are valid until the next call */
+    tls_link tls;
+    redisContext *server; /* NULL: not connected */
+    int is_shaking;       /* the handshake of TLS may not have ended */
+    redisReply *values;   /* of the last get; they are valid until the next call */
     redisReplyObjectFunctions bounded;
     double closed_until, pause; /* the circuit breaker: no call before this time */
     int n_hits, n_misses, n_faults, n_skipped, n_times;
@@ -54,13 +57,6 @@ typedef struct valkey_store {
 } valkey_store;
 
 /* >>connection */
-static struct timeval time_of(double seconds) {
-    struct timeval t;
-    t.tv_sec = (time_t)seconds;
-    t.tv_usec = (suseconds_t)(1e6 * (seconds - (double)(time_t)seconds));
-    return t;
-}
-
 /* A call has failed. The server is left alone for a while. */
 static void *fault(valkey_store *s) {
     if (s->server) redisFree(s->server);
@@ -116,8 +112,10 @@ static redisReply *call(valkey_store *s, int n, const char **words, const size_t
     int done = 0;
     if (redisAppendCommandArgv(s->server, n, words, bytes) != REDIS_OK) return (redisReply *)fault(s);
     while (!done)
-        if (redisBufferWrite(s->server, &done) != REDIS_OK || (!done && !is_ready(s, POLLOUT, deadline)))
+        if (redisBufferWrite(s->server, &done) != REDIS_OK ||
+            (!done && !is_ready(s, s->is_shaking ? POLLIN : POLLOUT, deadline)))
             return (redisReply *)fault(s);
+    s->is_shaking = 0;
     redisReply *reply = read_reply(s, deadline, most);
     if (s->n_times < TIMES) s->times[s->n_times++] = latency_now() - start;
     return reply;
@@ -125,7 +123,7 @@ static redisReply *call(valkey_store *s, int n, const char **words, const size_t
 
 /* Connects, if there is no connection, and says who asks. Returns 0 if there is none, or must be none now. */
 static int is_connected(valkey_store *s) {
-    const struct timeval timeout = time_of(1e-3 * s->timeout);
+    const struct timeval timeout = {s->timeout / 1000, 1000 * (s->timeout % 1000)};
     const char *words[] = {"AUTH", s->user ? s->user : s->password, s->password};
     size_t bytes[3];
     if (s->server) return 1;
@@ -138,6 +136,8 @@ static int is_connected(valkey_store *s) {
     if (!s->server || s->server->err || fcntl(s->server->fd, F_SETFL, O_NONBLOCK) < 0)
         return fault(s) != NULL;
     s->server->flags &= ~REDIS_BLOCK; /* a call waits in is_ready only */
+    s->is_shaking = s->tls.authority != NULL;
+    if (s->is_shaking && !tls_begin(&s->tls, s->server, s->host)) return fault(s) != NULL;
     plain_functions = s->server->reader->fn;
     s->bounded = *plain_functions;
     s->bounded.createArray = create_short_list;
@@ -224,22 +224,18 @@ static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes,
 
 /* >>metrics */
 static void write_counts(const valkey_store *s) {
-    static const char *const names[] = {"hits", "misses", "faults", "skipped"};
+    static const char *const names[] = {"hits", "misses", "faults", "skipped", "bytes"};
     static const char *const helps[] = {"Pages that the server had.", "Pages that it had not.",
-                                        "Calls that failed.", "Calls that the circuit breaker left out."};
-    const int counts[] = {s->n_hits, s->n_misses, s->n_faults, s->n_skipped};
+                                        "Calls that failed.", "Calls left out meanwhile.",
+                                        "Bytes of values."};
+    const double counts[] = {1. * s->n_hits, 1. * s->n_misses, 1. * s->n_faults, 1. * s->n_skipped, s->bytes};
     if (!s->metrics) return;
     save_file f = begin_file(s->metrics);
-    for (int i = 0; i < 4; i++)
-        fprintf(f.out,
-                "# HELP prefix_store_%s_total %s\n# TYPE prefix_store_%s_total "
-                "counter\nprefix_store_%s_total %d\n",
-                names[i], helps[i], names[i], names[i], counts[i]);
-    fprintf(f.out,
-            "# HELP prefix_store_bytes_total Bytes of values that came.\n# TYPE prefix_store_bytes_total "
-            "counter\n"
-            "prefix_store_bytes_total %.0f\n",
-            s->bytes);
+    for (int i = 0; i < 5; i++) {
+        fprintf(f.out, "# HELP prefix_store_%s_total %s\n", names[i], helps[i]);
+        fprintf(f.out, "# TYPE prefix_store_%s_total counter\n", names[i]);
+        fprintf(f.out, "prefix_store_%s_total %.0f\n", names[i], counts[i]);
+    }
     latency_write_histogram(s->times, s->n_times, "prefix_store_call_seconds", "Time of a call.", f.out);
     end_file(&f);
 }
@@ -249,6 +245,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
     valkey_store *s = (valkey_store *)ctx;
     int ok = 1;
     if (!value) return parse_shared_option(&s->prompt, name, value);
+    if (tls_parse_option(&s->tls, name, value)) return WITH_VALUE;
     if (strcmp(name, "--host") == 0) s->host = value;
     else if (strcmp(name, "--socket") == 0) s->socket = value;
     else if (strcmp(name, "--user") == 0) s->user = value;
@@ -274,6 +271,9 @@ static void set_defaults(valkey_store *s) {
 /* The connection comes with the first call. */
 static tkv_prefix_store open_store(valkey_store *s) {
     const tkv_prefix_store store = {s, store_get, store_put, store_has};
+    const char *reason = tls_open(&s->tls);
+    if (reason) fail("%s", reason);
+    if (s->tls.authority && s->socket) fail("--tls and --socket exclude each other");
     if (s->user && !s->password) fail("--user needs the password in TKV_STORE_PASSWORD");
     signal(SIGPIPE, SIG_IGN); /* a server that has gone is a fault of a call */
     return store;
@@ -282,6 +282,7 @@ static tkv_prefix_store open_store(valkey_store *s) {
 static void close_store(valkey_store *s) {
     forget_values(s);
     if (s->server) redisFree(s->server);
+    tls_close(&s->tls);
 }
 
 int main(int argc, char **argv) {

@@ -8,8 +8,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STRICT = os.environ.get("TKV_TEST_STRICT") == "1"
 
 
-def has_header(name):
-    done = subprocess.run(["cc", "-E", "-"], input="#include <%s>\n" % name, capture_output=True, text=True)
+def has_header(name, more=(), condition="1"):
+    """Returns whether the compiler finds a header, and a condition of its macros holds."""
+    text = "#include <%s>\n#if !(%s)\n#error\n#endif\n" % (name, condition)
+    done = subprocess.run(["cc", "-E", *more, "-"], input=text, capture_output=True, text=True)
     return done.returncode == 0
 
 

@@ -2,6 +2,7 @@
 """Programs that share a prompt through a store of prefixes: examples/store_lmdb.c, store_valkey.c. Each is another process. The text and the
 logits are those of adopting once more, whatever happens to the store; a damaged store gives the text of no store.
 
+TKV_TEST_HIREDIS=DIR takes hiredis from DIR/include and DIR/lib for the tests of TLS, which need hiredis 1.0 or later with its TLS.
 tests/programs.py says what TKV_TEST_STRICT and TKV_TEST_CFLAGS do."""
 import contextlib
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -159,26 +161,23 @@ class Lmdb(Store):
         refuse([self.program, DEMO, "--store", os.path.join(self.place, "file")], "cannot open the store")
 
 
-class Valkey(Store):
-    """Plans without tables: so a program whose store fails has the bits of one without a store."""
+class Server(Store):
+    """A server of Valkey or Redis on a free port. Plans without tables: so a program whose store fails has the bits of one without
+    a store."""
     PLAN = ["--warm", "kivi4", "--archive", "kivi3"]
 
     @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        if not has_header("hiredis/hiredis.h"):
-            missing("hiredis.h is missing: install libhiredis-dev")
-        cls.program = build(cls.folder.name, "store_valkey")
+    def start_server(cls, *words):
+        """Starts a server, and waits until it answers. "PORT" in the words is the port."""
         server = shutil.which("valkey-server") or shutil.which("redis-server")
         if not server:
             missing("no server: install redis-server or valkey-server")
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             cls.port = s.getsockname()[1]
-        cls.path = os.path.join(cls.folder.name, "socket")
-        cls.server = subprocess.Popen([server, "--port", str(cls.port), "--bind", "127.0.0.1", "--requirepass", "secret",
-                                       "--unixsocket", cls.path, "--save", "", "--dir", cls.folder.name,
-                                       "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"],
+        cls.server = subprocess.Popen([server] + [str(cls.port) if w == "PORT" else w for w in words]
+                                      + ["--bind", "127.0.0.1", "--requirepass", "secret", "--save", "", "--dir", cls.folder.name,
+                                         "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"],
                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(100):
             try:
@@ -189,15 +188,18 @@ class Valkey(Store):
         raise RuntimeError("the server does not answer")
 
     @classmethod
-    def tearDownClass(cls):
+    def stop_server(cls):
         cls.server.kill()
         cls.server.wait()
-        super().tearDownClass()
+
+    @classmethod
+    def connect(cls):
+        return socket.create_connection(("127.0.0.1", cls.port), timeout=5)
 
     @classmethod
     def ask(cls, *words):
         """Sends a command, and returns the bytes of the reply."""
-        with socket.create_connection(("127.0.0.1", cls.port), timeout=5) as s:
+        with cls.connect() as s:
             for command in (("AUTH", "secret"), words):
                 parts = [w if isinstance(w, bytes) else w.encode() for w in command]
                 s.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts))
@@ -226,6 +228,70 @@ class Valkey(Store):
         self.assertEqual(out[2]["found"], 0)
         return out
 
+    @contextlib.contextmanager
+    def fake_server(self, answer, after=None, pause=0, greets=True, family=socket.AF_UNIX):
+        """A server on a socket of its own. It answers the first command of a connection, and sends `after` again and again, with a pause
+        of seconds. b"": it closes the connection. greets: it says OK to AUTH before."""
+        ends = threading.Event()
+        path = os.path.join(self.place, "fake")
+
+        def serve():
+            open_ones = []
+            while not ends.is_set():
+                try:
+                    s = server.accept()[0]
+                except OSError:
+                    continue
+                s.settimeout(0.2)
+                open_ones.append(s)
+                try:
+                    s.recv(4096)  # AUTH
+                    if greets and answer != b"":
+                        s.sendall(b"+OK\r\n")
+                        s.recv(65536)
+                    if answer:
+                        s.sendall(answer)
+                    while after and not ends.is_set():
+                        s.sendall(after)
+                        time.sleep(pause)
+                    if b"" in (answer, after):
+                        s.close()
+                except OSError:
+                    pass
+            for s in open_ones:
+                s.close()
+
+        with socket.socket(family) as server:
+            server.bind(path if family == socket.AF_UNIX else ("127.0.0.1", 0))
+            server.listen()
+            server.settimeout(0.05)
+            thread = threading.Thread(target=serve)
+            thread.start()
+            self.at = ["--socket", path] if family == socket.AF_UNIX else ["--port", str(server.getsockname()[1])]
+            try:
+                yield
+            finally:
+                ends.set()
+                thread.join()
+                if family == socket.AF_UNIX:
+                    os.remove(path)
+
+
+class Valkey(Server):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if not has_header("hiredis/hiredis.h"):
+            missing("hiredis.h is missing: install libhiredis-dev")
+        cls.program = build(cls.folder.name, "store_valkey")
+        cls.path = os.path.join(cls.folder.name, "socket")
+        cls.start_server("--port", "PORT", "--unixsocket", cls.path)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.stop_server()
+        super().tearDownClass()
+
     def test_a_second_process_adopts(self):
         alone = self.without()
         first = self.read()
@@ -243,6 +309,11 @@ class Valkey(Store):
         keys = self.ask("KEYS", "*")
         self.assertEqual(len(keys), 2 * first[2]["put"])
         self.assertTrue(0 < int(self.ask("TTL", keys[0])[1:]) <= 86400)
+
+    def test_a_program_without_tls(self):
+        done = subprocess.run(self.words("--tls", "authority.crt"), capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("hiredis 1.0 or later", done.stderr)
 
     def test_users_and_passwords(self):
         self.read()
@@ -294,53 +365,6 @@ class Valkey(Store):
             self.assertEqual(out[2]["found"], 0, name)
         # the machine can be busy: a quarter of a second, where each call that waits for the timeout takes 20 ms
         self.assertLess(out[2]["first"], alone[2]["first"] + 250)
-
-    @contextlib.contextmanager
-    def fake_server(self, answer, after=None, pause=0):
-        """A server on a unix socket. It answers the first command of a connection, and sends `after` again and again, with a pause
-        of seconds. b"": it closes the connection."""
-        ends = threading.Event()
-        path = os.path.join(self.place, "fake")
-
-        def serve():
-            open_ones = []
-            while not ends.is_set():
-                try:
-                    s = server.accept()[0]
-                except OSError:
-                    continue
-                s.settimeout(0.2)
-                open_ones.append(s)
-                try:
-                    s.recv(4096)  # AUTH
-                    if answer != b"":
-                        s.sendall(b"+OK\r\n")
-                        s.recv(65536)
-                    if answer:
-                        s.sendall(answer)
-                    while after and not ends.is_set():
-                        s.sendall(after)
-                        time.sleep(pause)
-                    if b"" in (answer, after):
-                        s.close()
-                except OSError:
-                    pass
-            for s in open_ones:
-                s.close()
-
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path)
-            server.listen()
-            server.settimeout(0.05)
-            thread = threading.Thread(target=serve)
-            thread.start()
-            self.at = ["--socket", path]
-            try:
-                yield
-            finally:
-                ends.set()
-                thread.join()
-                os.remove(path)
 
     def measure(self, *args):
         """Runs the program as read does. Returns its text and logits, its numbers, and the most memory that it held, in MiB
@@ -417,6 +441,173 @@ class Valkey(Store):
             self.server.send_signal(signal.SIGCONT)
             self.assertEqual(p.returncode, 0)
             self.assertEqual(self.parse(out)[0], want[0])
+
+
+class ValkeyTls(Server):
+    """A real server that speaks TLS only. Without hiredis 1.0 each test is skipped by its name, under TKV_TEST_STRICT too: Debian 12 has
+    hiredis 0.14."""
+    HOME = os.environ.get("TKV_TEST_HIREDIS")
+    WORDS = ["-I%s/include" % HOME, "-L%s/lib" % HOME, "-Wl,-rpath,%s/lib" % HOME] if HOME else []
+    LACKS = ("hiredis is older than 1.0, or has no TLS"
+             if not has_header("hiredis/hiredis.h", WORDS, "HIREDIS_MAJOR >= 1") or not has_header("hiredis/hiredis_ssl.h", WORDS)
+             else "openssl/ssl.h is missing" if not has_header("openssl/ssl.h")
+             else "there is no openssl command" if not shutil.which("openssl") else None)
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        if cls.LACKS:
+            return
+        # hiredis once more, behind its part for TLS, which needs it
+        cls.program = build(cls.folder.name, "store_valkey",
+                            cls.WORDS + ["-DHIREDIS_TLS", "-lhiredis_ssl", "-lhiredis", "-lssl", "-lcrypto"])
+        for name in ("authority", "stranger"):
+            cls.openssl("req", "-x509", *cls.new_key(name), "-days", "2", "-out", cls.file(name + ".crt"))
+        for name in ("server", "client"):
+            cls.openssl("req", *cls.new_key(name), "-out", cls.file(name + ".csr"))
+            with open(cls.file("names"), "w") as f:
+                f.write("subjectAltName=IP:127.0.0.1\n")
+            cls.openssl("x509", "-req", "-in", cls.file(name + ".csr"), "-CA", cls.file("authority.crt"), "-CAkey",
+                        cls.file("authority.key"), "-CAcreateserial", "-days", "2", "-extfile", cls.file("names"),
+                        "-out", cls.file(name + ".crt"))
+        cls.context = ssl.create_default_context(cafile=cls.file("authority.crt"))
+        cls.context.load_cert_chain(cls.file("client.crt"), cls.file("client.key"))
+        cls.start_server("--port", "0", "--tls-port", "PORT", "--tls-auth-clients", "no", "--tls-cert-file", cls.file("server.crt"),
+                         "--tls-key-file", cls.file("server.key"), "--tls-ca-cert-file", cls.file("authority.crt"))
+
+    @classmethod
+    def tearDownClass(cls):
+        if not cls.LACKS:
+            cls.stop_server()
+        super().tearDownClass()
+
+    @classmethod
+    def file(cls, name):
+        return os.path.join(cls.folder.name, name)
+
+    @classmethod
+    def new_key(cls, name):
+        return ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=" + name,
+                "-keyout", cls.file(name + ".key")]
+
+    @classmethod
+    def openssl(cls, *words):
+        subprocess.run(["openssl", *words], check=True, capture_output=True)
+
+    @classmethod
+    def connect(cls):
+        return cls.context.wrap_socket(super().connect(), server_hostname="127.0.0.1")
+
+    def setUp(self):
+        if self.LACKS:
+            self.skipTest(self.LACKS)
+        super().setUp()
+        self.tls = ["--tls", self.file("authority.crt")]
+        self.plain = self.at
+        self.at = self.plain + self.tls
+
+    def test_a_second_process_adopts(self):
+        alone = self.without()
+        first = self.read()
+        self.assertEqual(first[:2], alone[:2])
+        self.assertGreaterEqual(first[2]["put"], 4)
+        second = self.read()
+        self.assertEqual((second[2]["pages"], second[2]["put"]), (first[2]["put"], 0))
+        self.assertEqual(second[0], first[0])
+
+    def test_wrong_certificates_are_misses(self):
+        alone = self.without()
+        self.read()
+        self.assertGreaterEqual(self.read()[2]["pages"], 4)
+        for name, at in (("another authority", self.plain + ["--tls", self.file("stranger.crt")]),
+                         ("another host", self.plain + self.tls + ["--host", "localhost"]),
+                         ("no TLS", self.plain)):
+            self.at = at
+            out = self.read("--salt", name)
+            self.assertEqual(out[:2], alone[:2], name)
+            self.assertEqual((out[2]["found"], out[2]["put"]), (0, 0), name)
+
+    def test_a_server_that_asks_for_a_certificate(self):
+        self.read()
+        self.ask("CONFIG", "SET", "tls-auth-clients", "yes")
+        try:
+            self.assertEqual(self.read()[2]["pages"], 0)
+            self.at = self.at + ["--cert", self.file("client.crt"), "--key", self.file("client.key")]
+            self.assertGreaterEqual(self.read()[2]["pages"], 4)
+        finally:
+            self.ask("CONFIG", "SET", "tls-auth-clients", "no")
+
+    def test_handshakes_without_end(self):
+        alone = self.without()
+        for name, begin, after in (("silence", None, None), ("a record that trickles", b"\x16\x03\x03\x40\x00\x02", b"x"),
+                                   ("records", b"\x16\x03\x03", b"\x00\x01\x00\x16\x03\x03"), ("no TLS", b"+OK\r\n", b"x"),
+                                   ("an end", b"", None)):
+            for tries in range(3):
+                with self.fake_server(begin, after, 0.002, greets=False, family=socket.AF_INET):
+                    self.at = self.at + self.tls
+                    out = self.read()
+                self.assertEqual(out[:2], alone[:2], name)
+                late = out[2]["first"] - alone[2]["first"]
+                if late < 20 + 150:
+                    break
+            else:
+                self.fail("%s: the first token comes %.0f ms later" % (name, late))
+
+    def test_a_record_that_trickles(self):
+        """A reply of a server with a right certificate: bytes of one record of TLS, which never ends."""
+        alone = self.without()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.file("server.crt"), self.file("server.key"))
+        late = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(60)
+            self.at = ["--port", str(server.getsockname()[1])] + self.tls
+            thread = threading.Thread(target=self.trickle_record, args=(server, context, late))
+            thread.start()
+            out = self.read("--timeout", "200")  # the machine can be busy: the handshake must end
+            thread.join()
+        self.assertEqual(out[:2], alone[:2])
+        self.assertEqual(len(late), 1)
+        self.assertLess(late[0], 2, "seconds until the program gave up")
+
+    @staticmethod
+    def trickle_record(server, context, late):
+        raw = server.accept()[0]
+        raw.settimeout(10)
+        come, go = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(come, go, server_side=True)
+
+        def step(action):
+            while True:
+                try:
+                    return action()
+                except ssl.SSLWantReadError:
+                    raw.sendall(go.read())
+                    come.write(raw.recv(65536))
+        step(tls.do_handshake)
+        for answer in (b"+OK\r\n", b"*5\r\n$16000\r\n" + b"x" * 16000):
+            step(lambda: tls.read(65536))
+            tls.write(answer)
+            if len(answer) < 100:
+                raw.sendall(go.read())
+        start = time.monotonic()
+        try:
+            for byte in go.read()[:1000]:
+                raw.sendall(bytes([byte]))
+                time.sleep(0.005)
+        except OSError:
+            pass
+        late.append(time.monotonic() - start)
+        raw.close()
+
+    def test_errors(self):
+        for words, sentence in ((["--tls", self.file("none")], "cannot read the file of --tls"),
+                                (["--cert", self.file("client.crt")], "need --tls"),
+                                (self.tls + ["--socket", "x"], "exclude each other"),
+                                (self.tls + ["--cert", self.file("client.crt"), "--key", self.file("server.key")], "another certificate")):
+            self.at = words
+            done = subprocess.run(self.words(), capture_output=True, text=True, timeout=60)
+            self.assertEqual((done.returncode, sentence in done.stderr), (1, True), done.stderr)
 
 
 if __name__ == "__main__":
