@@ -9,6 +9,7 @@
  *   --prefixes 10000   different prefixes, of 1 to 8 pages; prefix i is asked for in proportion to 1 / i
  *   --page 114000      bytes of a page, which are random
  *   --seconds 60
+ *   --pause 0          milliseconds of a client between two gets
  *   and the options of the store
  *
  * A value begins with the hash of its page, and ends with a checksum. A client checks both: a wrong value is counted,
@@ -43,7 +44,7 @@ typedef struct load_counts { /* of one client, in shared memory */
 
 typedef struct load {
     any_store store;
-    int clients, prefixes, page, seconds;
+    int clients, prefixes, page, seconds, pause;
 } load_run;
 
 static uint64_t next_random(uint64_t *rng) {
@@ -104,7 +105,9 @@ static void run_client(load_run *r, const tkv_prefix_store *store, const double 
     unsigned char *value = (unsigned char *)allocate(size, 1);
     const double end = latency_now() + r->seconds;
     for (size_t i = 0; i < size; i++) value[i] = (unsigned char)(next_random(&rng) >> 40 & 255);
+    const struct timespec pause = {r->pause / 1000, 1000000L * (r->pause % 1000)};
     while (latency_now() < end) {
+        if (r->pause) nanosleep(&pause, NULL);
         const int prefix = choose_prefix(sums, r->prefixes, &rng), n = 1 + prefix % PAGES;
         tkv_prefix_hash hash[PAGES];
         const void *bytes[PAGES];
@@ -146,6 +149,7 @@ static parsed parse_load_option(void *ctx, const char *name, const char *value) 
     else if (value && strcmp(name, "--prefixes") == 0) ok = read_int(value, 1, 1 << 24, &r->prefixes);
     else if (value && strcmp(name, "--page") == 0) ok = read_int(value, 64, 1 << 28, &r->page);
     else if (value && strcmp(name, "--seconds") == 0) ok = read_int(value, 1, 86400, &r->seconds);
+    else if (value && strcmp(name, "--pause") == 0) ok = read_int(value, 0, 60000, &r->pause);
     else return parse_own_option(&r->store, name, value);
     return ok ? WITH_VALUE : BAD_VALUE;
 }
