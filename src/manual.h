@@ -466,7 +466,9 @@
  *   it out again: in another sequence, process or machine. A value is a page of 256 tokens, found by a hash of all
  *   tokens up to its end. The hash also names model, plan, tables and tenant, so that no page is found that this cache
  *   would have coded in another way. Tables must not change any more: load the same calibration everywhere. The hot
- *   tail is not published. examples/store_lmdb.c and store_valkey.c are stores.
+ *   tail is not published. examples/store_lmdb.c and store_valkey.c are stores. Without a store (NULL) sequences of one
+ *   cache find each other's pages, and share the blocks: a server publishes each prompt when it was read, and lets each
+ *   new sequence adopt before it reads.
  *
  * Recipe R19: a prompt that caches share through a store
  *     static struct { tkv_prefix_hash hash; unsigned char bytes[1 << 20]; size_t n; } value[8];
