@@ -100,6 +100,7 @@ static int in_place, k_row, v_row, v_dim, remat_step, is_logging, fail_at_row;
 static uint32_t next_id;
 static long n_named, n_adopted; /* calls that named pages, and that adopted some */
 static int named_seq;           /* the last sequence whose pages were named */
+static int prefix_text[LONGEST];
 static size_t budget_before;
 static uint8_t image[1 << 17]; /* of tkv_save_calibration */
 static size_t image_size;
@@ -898,48 +899,36 @@ static tkv_status call_copy(void) {
     return st;
 }
 
-/* Names the pages of a sequence, or takes into an empty one what is named of the tokens of another. A token's number is
- * of its ids, so check_values finds every token that is not of the text. */
-static tkv_status call_prefix(void) {
-    static int text[LONGEST];
-    const int adopts = next_byte() % 2, src = adopts && next_byte() % 4 ? named_seq : choose_seq(),
-              other = adopts ? choose_seq() : src;
-    const int seq = adopts && is_seq(src) && src == other ? (src + 1) % SEQS : other;
-    int n = choose_int(0, LONGEST);
+static tkv_prefix_params prefix_params(int seq, int n) {
     tkv_prefix_params p;
-    tkv_prefix_info info;
-    tkv_status st;
-    int i, l;
-    sprintf(call.text, "%s %d tokens of sequence %d%s%d", adopts ? "adopt" : "name", n, src,
-            adopts ? " in sequence " : ", ", seq);
     memset(&p, 0, sizeof p);
-    memset(&info, 0, sizeof info);
     p.seq = seq;
-    p.tokens = text;
+    p.tokens = prefix_text;
     p.n_tokens = n;
-    if (!adopts && is_seq(src) && next_byte() % 2) { /* a text of its own, long enough for a page */
-        CHECK_EQ(tkv_seq_reset(kv, src), TKV_OK);
-        reset_model(src);
-        for (i = 0; i < 6; i++) {
-            allow_reclaim(src);
-            if (append_to_all(src, min_of(CHUNK, LONGEST - max_len(src)))) note_recoding();
-        }
-    }
-    if (n > LONGEST || (adopts && !is_seq(src))) return skip_call(); /* there is no text */
-    call.must_fail = n < 0 || !is_seq(seq);
-    if (next_byte() % 2 && is_seq(src) && !call.must_fail) n = p.n_tokens = min_len(src);
-    for (i = 0; i < n && !call.must_fail; i++) /* a token is what its layers have */
-        text[i] =
-            i < min_len(src) ? (int)((model[src][0].id[i] * 2654435761u ^ model[src][1].id[i]) >> 1) : -1;
-    if (!adopts && !call.must_fail) p.n_tokens = min_of(n, min_len(src));
-    if (adopts && !call.must_fail && next_byte() % 4) {
-        CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
-        reset_model(seq);
-    }
-    if (adopts && !call.must_fail) call.must_fail = in_step[seq] || max_len(seq);
     allow_reclaim(-1);
     call.keeps_part = 1;
-    for (l = 0; l < 2 && adopts && !call.must_fail; l++) { /* what is evicted meanwhile is of these tokens */
+    return p;
+}
+
+/* The first n tokens of a sequence of the model. The number of a token is of its ids, so check_values finds every token
+ * that is not of the text. */
+static void make_prefix_text(int seq, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        prefix_text[i] =
+            i < min_len(seq) ? (int)((model[seq][0].id[i] * 2654435761u ^ model[seq][1].id[i]) >> 1) : -1;
+}
+
+/* Takes into a sequence what is named of the first n tokens of src. */
+static tkv_status adopt_prefix(int src, int seq, int n) {
+    const tkv_prefix_params p = prefix_params(seq, n);
+    tkv_prefix_info info;
+    tkv_status st;
+    int l, i;
+    memset(&info, 0, sizeof info);
+    make_prefix_text(src, n);
+    call.must_fail = n < 0 || !is_seq(seq) || in_step[seq] || max_len(seq);
+    for (l = 0; l < 2 && !call.must_fail; l++) { /* what is evicted meanwhile is of these tokens */
         model_layer *to = &model[seq][l];
         for (i = 0; i < n; i++) {
             to->id[i] = model[src][l].id[i];
@@ -948,19 +937,58 @@ static tkv_status call_prefix(void) {
         }
         to->len = to->exact_from = n;
     }
-    st = adopts ? tkv_seq_adopt_prefix(kv, &p, NULL, &info) : tkv_seq_publish_prefix(kv, &p, NULL, &info);
+    st = tkv_seq_adopt_prefix(kv, &p, NULL, &info);
     if (call.must_fail) return st;
-    if (!adopts) {
-        if (info.n_put) n_named++, named_seq = seq;
-        return st;
-    }
     CHECK(info.n_tokens <= n);
-    if (info.n_tokens) n_adopted++;
+    n_adopted += info.n_tokens > 0;
     truncate_model(seq, 0, info.n_tokens);
     truncate_model(seq, 1, info.n_tokens);
     for (i = 0; i < SEQS && info.n_tokens; i++) may_share[i] = 1, reserved[i] = 0;
     has_moved[seq] = info.n_tokens > 0;
     return st;
+}
+
+/* Names the pages of a sequence. */
+static tkv_status name_prefix(int seq, int n) {
+    const tkv_prefix_params p = prefix_params(seq, is_seq(seq) ? min_of(n, min_len(seq)) : n);
+    tkv_prefix_info info;
+    tkv_status st;
+    memset(&info, 0, sizeof info);
+    if (is_seq(seq)) make_prefix_text(seq, p.n_tokens);
+    call.must_fail = n < 0 || !is_seq(seq);
+    st = tkv_seq_publish_prefix(kv, &p, NULL, &info);
+    if (info.n_put) n_named++, named_seq = seq;
+    return st;
+}
+
+/* Names pages, adopts them, or does both. */
+static tkv_status call_prefix(void) {
+    const int how = next_byte(), adopts = how % 2, with_text = how & 2, with_all = how & 4;
+    const int src = adopts && how & 8 ? named_seq : choose_seq(), other = choose_seq();
+    const int dst = is_seq(src) && src == other ? (src + 1) % SEQS : other;
+    int n = choose_int(0, LONGEST), i;
+    tkv_status st;
+    sprintf(call.text, "%s %d tokens of sequence %d, %d", adopts ? "adopt" : "name", n, src, dst);
+    if (n > LONGEST || !is_seq(src)) return adopts ? skip_call() : name_prefix(src, min_of(n, 0));
+    if (!adopts && with_text) { /* long enough for a page */
+        CHECK_EQ(tkv_seq_reset(kv, src), TKV_OK);
+        reset_model(src);
+        for (i = 0; i < 6; i++) {
+            allow_reclaim(src);
+            if (append_to_all(src, min_of(CHUNK, LONGEST - max_len(src)))) note_recoding();
+        }
+    }
+    if (n >= 0 && with_all) n = min_len(src);
+    if (!adopts) {
+        const long before = n_named;
+        st = name_prefix(src, n);
+        if (n_named == before || how & 16 || !is_seq(dst)) return st;
+    }
+    if (n >= 0 && is_seq(dst) && how & 32) {
+        CHECK_EQ(tkv_seq_reset(kv, dst), TKV_OK);
+        reset_model(dst);
+    }
+    return adopt_prefix(src, dst, n);
 }
 
 /* Copies token `from` of a layer of the model to index `to`. */
