@@ -21,6 +21,7 @@
  *   valgrind --tool=callgrind --toggle-collect=tkv_attend ./moves --isa avx2 --only every --runs 1
  *
  * Forks: least CPU time of tkv_seq_fork into an empty sequence, by block and layer.
+ * Prefixes: least time of tkv_seq_adopt_prefix without a store, into an empty sequence among 64, KIVI-4 and KIVI-2.
  * Shared prompts: characters with a common prompt of 512 tokens and 128 of their own, with a table loaded, silent
  * (tkv_seq_flush). ratio: over bytes(512) + 8 (bytes(640) - bytes(512)).
  */
@@ -132,6 +133,41 @@ static void measure_forks(const tkv_config *shape, int csv, const float *values)
     tkv_destroy(kv);
 }
 
+/* The least time of finding and adopting the prefix of another sequence, which is the last one that is looked at. */
+static void measure_prefixes(const tkv_config *shape, int csv, const float *values) {
+    enum { LAYERS = 16, CONTEXT = 2048, SEQS = 64, TIMES = 200 };
+    static int tokens[CONTEXT];
+    double best = 0.0;
+    tkv_config cfg = *shape;
+    tkv_prefix_params p = {0};
+    tkv_prefix_info info;
+    tkv_cache *kv;
+    cfg.model.n_layers = LAYERS;
+    cfg.limits.max_seqs = SEQS;
+    cfg.tiers.warm.k = cfg.tiers.warm.v = TKV_KIVI4;
+    cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
+    bench_must(tkv_create(&cfg, &kv), "tkv_create");
+    for (int layer = 0; layer < LAYERS; layer++) bench_append(kv, &cfg, layer, CONTEXT, values);
+    bench_must(tkv_seq_fork(kv, 0, SEQS - 1, TKV_UNLIMITED), "tkv_seq_fork");
+    for (int i = 0; i < CONTEXT; i++) tokens[i] = 7 * i % 50257;
+    p.seq = SEQS - 1, p.tokens = tokens, p.n_tokens = CONTEXT;
+    bench_must(tkv_seq_publish_prefix(kv, &p, NULL, &info), "tkv_seq_publish_prefix");
+    const int n_pages = info.n_pages;
+    p.seq = 1;
+    for (int i = 0; i < TIMES; i++) {
+        const double begin = bench_seconds(1);
+        bench_must(tkv_seq_adopt_prefix(kv, &p, NULL, &info), "tkv_seq_adopt_prefix");
+        const double seconds = bench_seconds(1) - begin;
+        if (i == 0 || seconds < best) best = seconds;
+        if (info.n_pages != n_pages || !n_pages) bench_fail("a prefix was not found");
+        bench_must(tkv_check(kv, NULL, 0), "tkv_check");
+        bench_must(tkv_seq_reset(kv, 1), "tkv_seq_reset");
+    }
+    printf(csv ? "prefix,%d,%d,%.1f\n" : "prefix     %d layers, %d tokens of another sequence: %.1f us\n",
+           LAYERS, info.n_tokens, best * 1e6);
+    tkv_destroy(kv);
+}
+
 /* Bytes beyond those of an empty cache with its table. characters 0: of one sequence with n tokens. */
 static double bytes_of(const tkv_config *cfg, const void *table, size_t size, int characters, int n,
                        const float *values) {
@@ -204,6 +240,7 @@ int main(int argc, char **argv) {
     }
     if (!only) {
         measure_forks(&cfg, csv, values);
+        measure_prefixes(&cfg, csv, values);
         measure_bytes(&cfg, csv, values);
     }
     free(values);
