@@ -119,6 +119,7 @@ build/bench/%: bench/%.c $(HEADERS)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(filter %.c %.o,$^) -o $@ $(LDLIBS) -pthread
 
+build/context_mpi: CC = mpicc
 build/metrics: LDLIBS += -lmicrohttpd -pthread
 build/store_lmdb: LDLIBS += -llmdb
 build/store_valkey: LDLIBS += -lhiredis

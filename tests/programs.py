@@ -19,7 +19,7 @@ def build(folder, name, more=()):
     """Builds examples/NAME.c in a folder with the command in its first lines, and more words. LIBRARY: `make test` has
     compiled the library. Returns the program."""
     with open(os.path.join(ROOT, "examples", name + ".c"), encoding="utf-8") as f:
-        command = re.search(r"^ \* (cc .*?) && \./%s\b" % name, f.read(), re.M).group(1)
+        command = re.search(r"^ \* ((?:mpi)?cc .*?) && .*?\./%s\b" % name, f.read(), re.M).group(1)
     program = os.path.join(folder, name)
     library = os.environ.get("LIBRARY", "examples/tieredkv.c")
     words = [program if w == name else library if w == "examples/tieredkv.c" else w for w in command.split()]
