@@ -19,7 +19,7 @@ from programs import ROOT, STRICT, build
 
 DEMO = os.path.join(ROOT, "examples", "data", "demo.gguf")
 PROMPT = os.path.join(ROOT, "examples", "data", "demo_prompt.txt")
-LIMIT = 60  # seconds of a job
+LIMIT = 120  # seconds of a job
 TEXT = [DEMO, "-f", PROMPT, "-t", "0", "--stripe", "2"]
 F32 = ["--hot", "64:f32", "--warm", "none", "--archive", "f32"]
 F16 = ["--hot", "64:f16", "--warm", "none", "--archive", "f16"]
@@ -96,15 +96,16 @@ class ContextMpi(unittest.TestCase):
         self.assertIn(sentence, err)
 
     def test_text(self):
-        one, four = self.read(1, *TEXT, "-n", "128"), self.read(4, *TEXT, "-n", "128")
+        one, four = self.read(1, *TEXT, "-n", "64"), self.read(4, *TEXT, "-n", "64")
         self.assertIn("The secret number of", one[0])
         self.assertEqual(one[0], four[0])
         self.assertEqual([row[8] for row in four[3]], ["0-3, 4-131, 516-643, 900 and later", "132-259, 644-771", "260-387, 772-899", "388-515"])
-        self.assertEqual([row[1] for row in four[3]], ["915", "256", "256", "128"])
+        self.assertEqual([row[1] for row in four[3]], ["851", "256", "256", "128"])
         for row in four[3]:  # 4 heads of 64 channels and a log-sum-exp, as floats
             self.assertEqual(row[3:6], ["1024", "1040", "3120"])
             self.assertTrue(98 <= float(row[6]) <= 110)  # 2 * 2 * 64 values of 3.06 bits, and what a saved sequence adds
-        self.assertEqual(self.read(3, *TEXT, "-n", "128", "--archive", "kivi3")[0], self.read(1, *TEXT, "-n", "128", "--archive", "kivi3")[0])
+        kivi = TEXT + ["-n", "40", "--archive", "kivi3"]
+        self.assertEqual(self.read(3, *kivi)[0], self.read(1, *kivi)[0])
 
     def test_synthetic(self):
         def check(*args):
@@ -135,13 +136,13 @@ class ContextMpi(unittest.TestCase):
             return 0
 
     def test_killed(self):
-        text = TEXT + ["-t", "0.9", "--seed", "3", "-n", "400", "--every", "100"]
+        text = TEXT + ["-t", "0.9", "--seed", "3", "-n", "150", "--every", "50"]
         want = self.read(4, *text)
         for victim, held in ((2, "260-387"), (0, "0-3, 4-131")):
             self.place += "-%d" % victim
-            job = self.start([self.program, "--launch", "4"] + text + ["--save", self.place, "--delay", "3000"])
+            job = self.start([self.program, "--launch", "4"] + text + ["--save", self.place, "--delay", "10000"])
             until = time.monotonic() + LIMIT
-            while self.saved_tokens() < 1500 and time.monotonic() < until and job.poll() is None:
+            while self.saved_tokens() < 1450 and time.monotonic() < until and job.poll() is None:
                 time.sleep(0.02)
             ranks = {rank_of(pid): pid for pid in children(job.pid)}
             os.kill(ranks[victim], signal.SIGKILL)
@@ -162,7 +163,7 @@ class ContextMpi(unittest.TestCase):
         self.assertEqual(self.read(3, *args, "--resume", self.place)[1], want[1])
 
     def test_damaged_checkpoints(self):
-        text = TEXT + ["-n", "60", "--every", "400"]
+        text = TEXT + ["-n", "20", "--every", "400"]
         want = self.read(2, *text, "--save", self.place)
         again = text + ["--resume", self.place]
         state = os.path.join(self.place, "state")
