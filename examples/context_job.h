@@ -39,19 +39,23 @@ static inline void print_ranges(FILE *out, const progress *p, int rank) {
     else if (n == 0) fprintf(out, "none");
 }
 
-/* Writes the progress as a line of text. Returns 0, or -1 and sets errno. */
-static inline int write_progress(const char *path, const char *model, const progress *p) {
+/* Begins a file with the progress as a line of text. Returns 0, or -1 and sets errno. */
+static inline int begin_progress(save_file *f, const char *path, const char *model, const progress *p) {
     int numbers[N_NUMBERS];
-    save_file f;
-    if (save_file_begin(&f, path) != 0) return -1;
+    if (save_file_begin(f, path) != 0) return -1;
     memcpy(numbers, p, sizeof numbers);
-    fprintf(f.out, PROGRAM " %s", model);
-    for (int i = 0; i < N_NUMBERS; i++) fprintf(f.out, " %d", numbers[i]);
-    fprintf(f.out, "\n");
-    return save_file_end(&f);
+    fprintf(f->out, PROGRAM " %s", model);
+    for (int i = 0; i < N_NUMBERS; i++) fprintf(f->out, " %d", numbers[i]);
+    fprintf(f->out, "\n");
+    return 0;
 }
 
-/* Reads what write_progress wrote. Returns 0 if the file is missing or damaged. */
+static inline int write_progress(const char *path, const char *model, const progress *p) {
+    save_file f;
+    return begin_progress(&f, path, model, p) != 0 ? -1 : save_file_end(&f);
+}
+
+/* Reads such a file. Returns 0 if the file is missing or damaged. */
 static inline int read_progress(const char *path, char *model, progress *p) {
     int numbers[N_NUMBERS];
     FILE *f = fopen(path, "r");
@@ -71,7 +75,9 @@ static inline void name_state(const char *dir,
 }
 
 /* >>notes. A rank that works has a note in the folder. It removes the note at its end, and when mpirun ends it. A rank
- * that dies leaves it. */
+ * that dies leaves it. mpirun sends SIGCONT as soon as a rank has died, SIGTERM a second later, and SIGKILL at once
+ * behind that: too soon for a busy machine, so SIGCONT counts too. A job that goes on behind it has notes again with
+ * the next stripes. */
 static char own_note[JOB_PATH]; /* "": none */
 
 static inline void name_note(const char *dir, int rank, char *path) {
@@ -83,20 +89,25 @@ static inline void remove_note(void) {
     if (*own_note) (void)unlink(own_note);
 }
 
-static inline void end_by_signal(int number) {
+static inline void hear_signal(int number) {
     remove_note();
-    _exit(128 + number);
+    if (number == SIGTERM) _exit(128 + number);
 }
 
+/* Replaces the note. It need not reach the disk: it outlives the rank, not the machine. */
 static inline void write_note(const char *model, const progress *p) {
-    if (*own_note && write_progress(own_note, model, p) != 0)
+    save_file f;
+    if (!*own_note) return;
+    if (begin_progress(&f, own_note, model, p) != 0 || fclose(f.out) != 0 ||
+        save_file_replace(f.beside, own_note) != 0)
         fail("cannot write %s: %s", own_note, strerror(errno));
 }
 
 static inline void begin_notes(const char *dir, int rank, const char *model, const progress *p) {
     if (mkdir(dir, 0777) && errno != EEXIST) fail("cannot make %s: %s", dir, strerror(errno));
     name_note(dir, rank, own_note);
-    (void)signal(SIGTERM, end_by_signal);
+    (void)signal(SIGTERM, hear_signal);
+    (void)signal(SIGCONT, hear_signal);
     write_note(model, p);
 }
 

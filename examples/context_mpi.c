@@ -12,9 +12,10 @@
  * everywhere, whoever is late. Queries keep their true position on every rank (query_positions), for windows and ALiBi.
  *
  * --synthetic N takes made-up keys, values and queries in the place of a model. --check compares all attention with
- * that of one cache. --save DIR keeps checkpoints, and --resume DIR goes on from the last one. A rank that dies ends
- * the job within seconds. `context_mpi --launch N ...` runs `mpirun -n N`, and names the tokens that a dead rank held
- * (context_job.h). Options for mpirun are in its environment variables. A folder may be on one machine or on each.
+ * that of one cache. --save DIR keeps checkpoints, and --resume DIR goes on from the last one. DIR may be a folder that
+ * all machines share, or one on each. A rank that dies ends the job within seconds. `context_mpi --launch N ...` runs
+ * `mpirun -n N` (options: its environment variables), and names the tokens that a dead rank held, by the notes in DIR
+ * (context_job.h).
  *
  * Limits: one sequence. Rank 0 holds the newest tokens and compresses alone. All machines are of one kind.
  *
@@ -383,6 +384,26 @@ static void serve(job *j) {
     }
 }
 
+/* A message failed, as when the other rank is dead. This rank is not the one that died. */
+static void end_by_message(MPI_Comm *where, int *error, ...) {
+    char text[MPI_MAX_ERROR_STRING] = "";
+    int n = 0;
+    (void)MPI_Error_string(*error, text, &n);
+    fprintf(stderr, PROGRAM ": %s\n", text);
+    remove_note();
+    MPI_Abort(*where, 1);
+}
+
+static void begin_mpi(shard *s, int *argc, char ***argv) {
+    MPI_Errhandler handler;
+    MPI_Init(argc, argv);
+    MPI_Comm_create_errhandler(end_by_message, &handler);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, handler);
+    MPI_Errhandler_free(&handler);
+    MPI_Comm_rank(MPI_COMM_WORLD, &s->rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &s->at.n_ranks);
+}
+
 static void end(job *j) {
     MPI_Barrier(MPI_COMM_WORLD); /* all ranks have ended well */
     remove_note();
@@ -404,9 +425,7 @@ int main(int argc, char **argv) {
     parse_options(argc, argv, usage, &j.opt, &s->cfg, parse_own_option, &j);
     check_options(&j);
     s->at.stripe *= TKV_BLOCK_TOKENS;
-    MPI_Init(&argc, &argv);
-    MPI_Comm_rank(MPI_COMM_WORLD, &s->rank);
-    MPI_Comm_size(MPI_COMM_WORLD, &s->at.n_ranks);
+    begin_mpi(s, &argc, &argv);
     const double start = latency_now();
     share_model(&j);
     create_shard(s, j.alibi);
