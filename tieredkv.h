@@ -2269,9 +2269,10 @@ typedef struct tkv_attend_params {
      * image see all of it in a causal chunk. NULL: a row sees the tokens up to its own. */
     const int *row_ends;
     /* NULL, or for each row the position of its query, 0 to 2^30 - 1, for one context in several sequences, caches or
-     * processes: the queries are tokens that this sequence need not have, newer than all that it has. A row sees the
-     * keys at its position and before; the window and ALiBi count from there. Any number of queries, even if there
-     * are no tokens. Join the results by tkv_merge_attention. Not with first_queries or row_ends. */
+     * processes: this sequence need not have these tokens. A row sees the keys at its position and before; the window
+     * and ALiBi count from there (a float holds such distances to 2^24). Any number of queries, even if there are no
+     * tokens. Join the results by tkv_merge_attention. Attention scores are shares of this sequence's keys alone. Not
+     * with first_queries or row_ends. */
     const int *query_positions;
     int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
     float softcap; /* 0: no soft cap */
@@ -2645,9 +2646,10 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  * would not be those of its tokens. In a hybrid model publish a page when its states were put, as it is put only once.
  *
  * Without a store (NULL), sequences of one cache find each other's prefixes, and share the blocks: publish what a
- * sequence has, and any other one adopts from it. That goes on for as long as the sequence keeps these tokens, and for
- * those that adopted them: they are published too. A sequence that is only there to be found is a cache of prompts. A
- * name of a page takes 1.3 KB. Names are not saved.
+ * sequence has, and any other one adopts from it, as tkv_seq_fork would. That goes on for as long as the sequence keeps
+ * these tokens. So publish each sequence when it has read its prompt, also one that adopted some of it. A sequence that
+ * is only there to be found is a cache of prompts. A sequence has the names of its last publication, 1.3 KB a page, in
+ * the budget. They are not saved.
  *
  * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
  * It does not stop whoever can write to the store: authenticate values there.
@@ -2726,11 +2728,11 @@ TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params
 /* Takes the longest prefix of p->tokens that a store has into an empty sequence. Values are verified and compared with
  * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
  * a hybrid model the prefix ends where every stateful layer has its state.
- *   store   NULL: the other sequences of this cache. They share the blocks
+ *   store   NULL: the other sequences of this cache. The longest prefix of one of them is forked; its reservation ends
  *   out     (may be NULL) receives what was found: append the tokens from out->n_tokens on
  * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty; a step is open in any), TKV_ERR_ARG (no
  * such sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
- * Cost: O(tokens) hashes and O(bytes of values); without a store O(pages * (max_seqs + n_layers)) and no values. */
+ * Cost: O(tokens) hashes and O(bytes of values); without a store O(pages * max_seqs + blocks), no values. */
 TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                         const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its
@@ -27277,12 +27279,13 @@ typedef struct tkvi_counts {
 
 /* State of the call in progress, and the message of the last one that failed. */
 typedef struct tkvi_call_state {
-    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
-    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
-    int keeps_tokens;  /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
-    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
-    int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
-    int lacks_scratch; /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
+    uint64_t clock;      /* counts calls that need memory; sequences in use now are not discarded for them */
+    int append_layer;    /* layer of the append in progress (tkvi_exact_from) */
+    int keeps_tokens;    /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
+    int recodes_young;   /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
+    int store_failed;    /* 1: the store failed in this call; an error then names the store as the cause */
+    size_t scratch_used; /* bytes of the caller's scratch that are in use outside of the save or load */
+    int lacks_scratch;   /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
     char error[160];
 } tkvi_call_state;
 
@@ -27997,7 +28000,10 @@ static void tkvi_wipe_work_space(tkv_cache *kv) {
 static void tkvi_forget_pages(tkv_cache *kv, int seq, int n_tokens) {
     tkvi_seq *s = &kv->seq[seq];
     if (!TKVI_HAS_PREFIXES) return;
-    while (s->n_pages && s->page[s->n_pages - 1].end > n_tokens) s->n_pages--;
+    while (s->n_pages && s->page[s->n_pages - 1].end > n_tokens) {
+        s->n_pages--;
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(&s->page[s->n_pages], sizeof *s->page);
+    }
     if (s->n_pages || !s->page) return;
     if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(s->page, (size_t)s->page_cap * sizeof *s->page);
     tkvi_put(&kv->heap, s->page, (size_t)s->page_cap * sizeof *s->page);
@@ -28445,7 +28451,9 @@ static uint64_t tkvi_sinks_beyond(const tkv_cache *kv, const uint32_t *ids, int 
 static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                             const tkvi_sight *sight, int end, int position, int *low, int *high) {
     const int shift = kv->pool.entry[ids[i]].shift;
-    *low = sight->window && i >= sight->sinks ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
+    *low = 0;
+    if (sight->window && i >= sight->sinks && position - shift + 1 > sight->window)
+        *low = position - shift + 1 - sight->window;
     *high = end;
     if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
         *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
@@ -28521,11 +28529,15 @@ static void tkvi_visible_keys(const tkvi_tile_view *v, int i, int r, int *low, i
 /* Bits of all rows. */
 static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
 
-/* Bits of the rows whose query has an index p with (p + shift) % every == 0. */
+/* Bits of the rows whose query has an index p with (p + shift) % every == 0. Queries of other sequences go by position,
+ * as their index stays while this sequence does not grow. */
 static unsigned tkvi_rows_every(const tkvi_tile_view *v, int64_t shift, int every) {
     unsigned rows = 0;
     int r;
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->index[r] + shift) % every == 0) << r;
+    for (r = 0; r < v->rows; r++) {
+        const int at = v->params->query_positions ? v->position[r] : v->index[r];
+        rows |= (unsigned)((at + shift) % every == 0) << r;
+    }
     return rows;
 }
 
@@ -34009,7 +34021,7 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
-            oldest = tkvi_min(oldest, tkvi_max(start, lowest - shift));
+            oldest = tkvi_min(oldest, lowest > start + shift ? lowest - shift : start);
     }
     return tkvi_expired_position(kv, layer, list, ids) > lowest ? list->expired - 1 : oldest;
 }
@@ -34017,6 +34029,14 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
 /* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
 static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
     return p->first_rows ? p->first_rows[item] : before;
+}
+
+/* The greatest of query_positions of a batch entry. before, n: queries of the entries before it, and its own. */
+static int tkvi_newest_position(const tkv_attend_params *p, int item, int before, int n) {
+    int query, newest = -1;
+    for (query = 0; query < n; query++)
+        newest = tkvi_max(newest, p->query_positions[tkvi_first_row(p, item, before) + query]);
+    return newest;
 }
 
 /* 1 if first_rows, row_ends and query_positions are valid for a batch entry. first: index of its first query. len:
@@ -34079,7 +34099,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
         int oldest; /* least index that a query sees */
-        int len, first;
+        int len, first, end;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
@@ -34093,9 +34113,11 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
                                   p->query_positions ? p->query_positions + tkvi_first_row(p, i, n_queries)
                                                      : NULL);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
+        end = p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n);
+        if (p->query_positions && !p->non_causal && !tkvi_has_moved(list))
+            end = tkvi_min(len, tkvi_newest_position(p, i, n_queries, c->rows[i].n) + 1);
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest,
-                                p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n)))
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest, end))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
@@ -44392,8 +44414,8 @@ static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out
     const size_t taken = tkvi_align_up(s->taken);
     s->kv->call.lacks_scratch = 1;
     if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
-        return tkvi_fail(s->kv, TKV_ERR_CAPACITY,
-                         "scratch is too small; bytes needed:", (int64_t)(taken + bytes) + 63, "");
+        return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:",
+                         (int64_t)(s->kv->call.scratch_used + taken + bytes) + 63, "");
     *out = s->from ? s->from + gap + taken : (uint8_t *)tkvi_get(&s->kv->heap, bytes);
     if (!*out)
         return tkvi_refuse_no_memory(
@@ -47450,7 +47472,8 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  *                | i | number of stateful layers | tokens of the page |
  *
  * Without a store, sequences of one cache find each other's pages: a publication names those of its sequence, and an
- * adoption shares the blocks (tkv_seq_copy). A name goes with the first of its tokens that goes (tkvi_forget_tokens).
+ * adoption forks the sequence that has most of them. A name goes with the first of its tokens that goes
+ * (tkvi_forget_tokens).
  *
  * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
  * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the
@@ -47656,6 +47679,7 @@ static tkv_status tkvi_empty_spare(const tkvi_prefix *x, tkv_status st) {
 static void *tkvi_rest_of_scratch(const tkvi_scratch *s, size_t *bytes) {
     const size_t used = tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from + s->taken;
     *bytes = s->from && used < s->size ? s->size - used : 0;
+    s->kv->call.scratch_used = s->from ? used : 0;
     return !s->from ? NULL : *bytes ? s->from + used : s->from;
 }
 
@@ -47665,13 +47689,13 @@ static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
     return n <= 0;
 }
 
-/* 1 if a sequence has named its page x->page so, and has these tokens there. */
-static int tkvi_is_named(const tkvi_prefix *x, int seq, const tkv_prefix_hash *hash) {
+/* 1 if a sequence has named its page i so, and has these tokens there. */
+static int tkvi_is_named(const tkvi_prefix *x, int seq, int i, const uint8_t *hash) {
     const tkvi_seq *s = &x->kv->seq[seq];
-    const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page);
-    return s->n_pages > x->page && memcmp(s->page[x->page].hash, hash->bytes, sizeof hash->bytes) == 0 &&
-           s->page[x->page].end == end &&
-           tkvi_are_same_tokens(s->page[x->page].tokens, x->p->tokens + first, end - first);
+    const int first = tkvi_page_start(x, i), end = tkvi_page_end(x, i);
+    return s->n_pages > i && memcmp(s->page[i].hash, hash, sizeof s->page[i].hash) == 0 &&
+           s->page[i].end == end &&
+           tkvi_are_same_tokens(s->page[i].tokens, x->p->tokens + first, end - first);
 }
 
 /* Names the first n pages of the sequence, in the place of the names that it had. */
@@ -47701,18 +47725,57 @@ static tkv_status tkvi_name_pages(const tkvi_prefix *x, int n) {
         page[i].end = end;
         before = &hash;
     }
+    if (kv->tables.cfg.host.wipe_freed && s->n_pages > n)
+        tkvi_wipe(page + n, (size_t)(s->n_pages - n) * sizeof *page);
     s->n_pages = n;
     return TKV_OK;
 }
 
-/* A sequence that has the page x->page under this hash, with these tokens; -1: none has. */
-static int tkvi_find_page(const tkvi_prefix *x, const tkv_prefix_hash *hash) {
-    int seq;
-    for (seq = 0; seq < x->kv->tables.cfg.limits.max_seqs; seq++)
-        if (seq != x->p->seq && tkvi_is_named(x, seq, hash) && !x->kv->seq[seq].in_step &&
-            tkvi_has_page(x->kv, seq, tkvi_page_start(x, x->page), tkvi_page_end(x, x->page), 0, 0))
-            return seq;
-    return -1;
+/* How many of its first n pages a sequence has on the path of the plan. */
+static int tkvi_n_on_path(const tkvi_prefix *x, int seq, int n) {
+    int low = 0;
+    while (low < n) {
+        const int middle = n - (n - low) / 2;
+        if (tkvi_has_page(x->kv, seq, 0, tkvi_page_end(x, middle - 1), 0, 0)) low = middle;
+        else n = middle - 1;
+    }
+    return low;
+}
+
+/* A sequence that names as many of the pages as any; -1: none is named. A hash names all pages up to its own. */
+static int tkvi_find_deepest(const tkvi_prefix *x, int *n) {
+    const int n_seqs = x->kv->tables.cfg.limits.max_seqs, n_pages = tkvi_n_pages(x);
+    tkv_prefix_hash hash = x->root;
+    int seq, found = -1;
+    for (*n = 0; *n < n_pages; ++*n) {
+        hash = tkvi_hash_page(x, &hash, *n);
+        for (seq = 0; seq < n_seqs; seq++)
+            if (seq != x->p->seq && tkvi_is_named(x, seq, *n, hash.bytes)) break;
+        if (seq == n_seqs) break;
+        found = seq;
+    }
+    return found;
+}
+
+/* The sequence from which most pages can be shared, with the states behind them; -1: none. *n: these pages. */
+static int tkvi_find_prefix(const tkvi_prefix *x, int *n) {
+    const tkv_cache *kv = x->kv;
+    int most, seq, found = -1;
+    const int deepest = tkvi_find_deepest(x, &most);
+    *n = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && deepest >= 0; seq++) {
+        int same = 0;
+        if (seq == x->p->seq || kv->seq[seq].in_step) continue;
+        while (same < most && tkvi_is_named(x, seq, same, kv->seq[deepest].page[same].hash)) same++;
+        if (same <= *n) continue;
+        same = tkvi_n_on_path(x, seq, same);
+        while (same && TKVI_HAS_STATES && !tkvi_has_position(&kv->states, seq, tkvi_page_end(x, same - 1)))
+            same--;
+        if (same <= *n) continue;
+        *n = same;
+        found = seq;
+    }
+    return found;
 }
 
 /* >>publish */
@@ -47730,6 +47793,7 @@ static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int
     save.n_tokens = TKVI_PAGE_HEAD + tokens;
     save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     st = tkv_seq_save(x->kv, &save, NULL, 0, &n);
+    x->kv->call.scratch_used = 0;
     if (!st) st = tkvi_take_scratch(&x->scratch, n, &bytes);
     save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     if (!st) st = tkv_seq_save(x->kv, &save, bytes, n, NULL);
@@ -47762,16 +47826,30 @@ static tkv_status tkvi_publish(tkvi_prefix *x) {
         const int end = tkvi_page_end(x, x->page);
         const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
         if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
-        if (!x->store) x->info.n_put += !tkvi_is_named(x, x->p->seq, &hash);
-        else if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
+        if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
         x->hash = hash;
         if (st || !tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
         x->info.n_pages++;
         x->info.n_tokens = end;
     }
-    if (!st && !x->store && x->info.n_put) st = tkvi_name_pages(x, x->info.n_pages);
-    if (st && !x->store) x->info.n_put = 0;
     return st;
+}
+
+/* Names the pages of the sequence for the others of the cache. */
+static tkv_status tkvi_publish_here(tkvi_prefix *x) {
+    const int n = tkvi_n_on_path(x, x->p->seq, tkvi_n_pages(x));
+    tkv_status st;
+    int n_new = 0;
+    for (x->page = 0; x->page < n; x->page++) {
+        x->hash = tkvi_hash_page(x, &x->hash, x->page);
+        n_new += !tkvi_is_named(x, x->p->seq, x->page, x->hash.bytes);
+    }
+    st = n_new ? tkvi_name_pages(x, n) : TKV_OK;
+    if (st || !n) return st;
+    x->info.n_pages = n;
+    x->info.n_tokens = tkvi_page_end(x, n - 1);
+    x->info.n_put = n_new;
+    return TKV_OK;
 }
 
 /* >>adopt */
@@ -47878,50 +47956,29 @@ static void tkvi_cut_adopted(tkvi_prefix *x) {
     }
     if (tkv_get_length(x->kv, x->p->seq, TKV_ALL_LAYERS) > x->info.n_tokens)
         (void)tkv_seq_truncate(x->kv, x->p->seq, x->info.n_tokens);
-    tkvi_give_tiers(x->kv, x->p->seq);
     memcpy(x->kv->call.error, error, sizeof error);
 }
 
-/* Goes on behind a page that was adopted. n_needed: as in tkvi_has_all_states. size: of its value. */
-static void tkvi_count_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int n_needed, size_t size) {
-    const int end = tkvi_page_end(x, x->page);
-    tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
-    x->hash = *hash;
-    x->page++;
-    x->n_bytes += size;
-    if (!tkvi_has_all_states(x, end, n_needed)) return;
-    x->info.n_pages = x->page;
-    x->info.n_tokens = end;
-    x->info.bytes = x->n_bytes;
-}
-
-/* Adopts pages of other sequences of the cache. The blocks are shared. */
+/* Shares the longest prefix that another sequence of the cache has named. */
 static tkv_status tkvi_adopt_here(tkvi_prefix *x) {
-    tkv_cache *kv = x->kv;
-    tkv_status st = TKV_OK;
-    while (!st && x->page < tkvi_n_pages(x)) {
-        const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page), seq = x->p->seq;
-        const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
-        const int from = tkvi_find_page(x, &hash);
-        if (from < 0) break;
-        st = tkv_seq_copy(kv, from, first, end, seq, first);
-        /* memory for the copy can have come from blocks that were coded again */
-        if (!st && !tkvi_has_page(kv, seq, first, end, 0, 1)) break;
-        if (!st) st = tkvi_copy_states(x, from, end, seq, end);
-        if (!st) tkvi_count_page(x, &hash, 0, 0);
-    }
+    const int seq = x->p->seq;
+    int n, from = tkvi_find_prefix(x, &n);
+    tkv_status st = from < 0 ? TKV_OK : tkv_seq_fork(x->kv, from, seq, tkvi_page_end(x, n - 1));
+    if (st || from < 0) return st;
+    n = tkvi_n_on_path(x, seq,
+                       n); /* memory for the entries can have come from blocks that were coded again */
+    x->info.n_pages = n;
+    x->info.n_tokens = n ? tkvi_page_end(x, n - 1) : 0;
     tkvi_cut_adopted(x);
-    if (!st && x->info.n_pages) st = tkvi_name_pages(x, x->info.n_pages);
-    return st;
+    return TKV_OK;
 }
 
 static tkv_status tkvi_adopt(tkvi_prefix *x) {
     tkv_prefix_hash hash[TKVI_PAGES_AT_ONCE];
     const void *bytes[TKVI_PAGES_AT_ONCE];
-    size_t size[TKVI_PAGES_AT_ONCE];
+    size_t size[TKVI_PAGES_AT_ONCE], n_bytes = 0;
     tkv_status st = TKV_OK;
-    int i, n, is_miss = 0;
-    if (!x->store) return tkvi_adopt_here(x);
+    int i, n, is_miss = 0, end;
     do {
         n = tkvi_get_pages(x, hash, bytes, size);
         for (i = 0; i < n && !st && !is_miss; i++) {
@@ -47929,11 +47986,20 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
             if (!bytes[i]) is_miss = 1;
             else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
             x->info.n_rejected += is_miss && bytes[i];
-            if (!st && !is_miss) tkvi_count_page(x, &hash[i], x->tokens[1], size[i]);
+            if (st || is_miss) break;
+            tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
+            n_bytes += size[i];
+            x->hash = hash[i];
+            end = tkvi_page_end(x, x->page++);
+            if (!tkvi_has_all_states(x, end, x->tokens[1])) continue;
+            x->info.n_pages = x->page;
+            x->info.n_tokens = end;
+            x->info.bytes = n_bytes;
         }
     } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
     if (is_miss) st = TKV_OK;
     tkvi_cut_adopted(x);
+    tkvi_give_tiers(x->kv, x->p->seq);
     return st;
 }
 
@@ -48051,7 +48117,9 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
     x.store = store;
-    st = is_adopted ? tkvi_adopt(&x) : tkvi_publish(&x);
+    if (store) st = is_adopted ? tkvi_adopt(&x) : tkvi_publish(&x);
+    else st = is_adopted ? tkvi_adopt_here(&x) : tkvi_publish_here(&x);
+    kv->call.scratch_used = 0;
     if (out) *out = x.info;
     return st ? st : tkvi_ok(kv);
 }

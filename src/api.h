@@ -790,9 +790,10 @@ typedef struct tkv_attend_params {
      * image see all of it in a causal chunk. NULL: a row sees the tokens up to its own. */
     const int *row_ends;
     /* NULL, or for each row the position of its query, 0 to 2^30 - 1, for one context in several sequences, caches or
-     * processes: the queries are tokens that this sequence need not have, newer than all that it has. A row sees the
-     * keys at its position and before; the window and ALiBi count from there. Any number of queries, even if there
-     * are no tokens. Join the results by tkv_merge_attention. Not with first_queries or row_ends. */
+     * processes: this sequence need not have these tokens. A row sees the keys at its position and before; the window
+     * and ALiBi count from there (a float holds such distances to 2^24). Any number of queries, even if there are no
+     * tokens. Join the results by tkv_merge_attention. Attention scores are shares of this sequence's keys alone. Not
+     * with first_queries or row_ends. */
     const int *query_positions;
     int window;    /* a query sees this many newest keys; 0: the layer's window; TKV_OFF: no window */
     float softcap; /* 0: no soft cap */
@@ -1166,9 +1167,10 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  * would not be those of its tokens. In a hybrid model publish a page when its states were put, as it is put only once.
  *
  * Without a store (NULL), sequences of one cache find each other's prefixes, and share the blocks: publish what a
- * sequence has, and any other one adopts from it. That goes on for as long as the sequence keeps these tokens, and for
- * those that adopted them: they are published too. A sequence that is only there to be found is a cache of prompts. A
- * name of a page takes 1.3 KB. Names are not saved.
+ * sequence has, and any other one adopts from it, as tkv_seq_fork would. That goes on for as long as the sequence keeps
+ * these tokens. So publish each sequence when it has read its prompt, also one that adopted some of it. A sequence that
+ * is only there to be found is a cache of prompts. A sequence has the names of its last publication, 1.3 KB a page, in
+ * the budget. They are not saved.
  *
  * A value is verified as a file is (tkv_seq_load), and its tokens are compared. That finds accidents and mixed-up keys.
  * It does not stop whoever can write to the store: authenticate values there.
@@ -1247,11 +1249,11 @@ TKV_API tkv_status tkv_seq_publish_prefix(tkv_cache *kv, const tkv_prefix_params
 /* Takes the longest prefix of p->tokens that a store has into an empty sequence. Values are verified and compared with
  * the tokens, and nothing is decoded. A missing, wrong or foreign value ends the prefix before it, and is no error. In
  * a hybrid model the prefix ends where every stateful layer has its state.
- *   store   NULL: the other sequences of this cache. They share the blocks
+ *   store   NULL: the other sequences of this cache. The longest prefix of one of them is forked; its reservation ends
  *   out     (may be NULL) receives what was found: append the tokens from out->n_tokens on
  * Errors: those of tkv_get_prefix_hash; TKV_ERR_STATE (a sequence is not empty; a step is open in any), TKV_ERR_ARG (no
  * such sequence, or they are the same); those of tkv_seq_load and tkv_seq_copy for want of memory: pages before stay.
- * Cost: O(tokens) hashes and O(bytes of values); without a store O(pages * (max_seqs + n_layers)) and no values. */
+ * Cost: O(tokens) hashes and O(bytes of values); without a store O(pages * max_seqs + blocks), no values. */
 TKV_API tkv_status tkv_seq_adopt_prefix(tkv_cache *kv, const tkv_prefix_params *p,
                                         const tkv_prefix_store *store, tkv_prefix_info *out);
 /* Empties a sequence. Ends its open step and its reservation. A sequence exists from its first append until its

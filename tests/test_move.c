@@ -1314,6 +1314,17 @@ TEST(queries_of_other_sequences) {
     p.row_ends = ends;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
     p.row_ends = NULL;
+    p.window = INT_MAX; /* of moved keys */
+    p.n = 1;
+    position[0] = 6000;
+    CHECK_LE(reference_error(kv, 0, 0, &p, 1), 0.005);
+    position[0] = 0;
+    p.non_causal = 1;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    CHECK(tkv_test_is_finite((double)lse[0]));
+    p.non_causal = 0;
+    p.window = 0;
+    p.n = N;
     position[N - 1] = -1;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
     CHECK_EQ(tkv_attend_reference(kv, &p), TKV_ERR_ARG);
@@ -1321,6 +1332,15 @@ TEST(queries_of_other_sequences) {
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_ARG);
     position[N - 1] = (1 << 30) - 1;
     CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    tkv_destroy(kv);
+    kv = create_cache(&cfg); /* discarded tokens of which some queries see none */
+    CHECK_EQ(append_to_all_layers(kv, 0, 3, 600, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 256, &n), TKV_OK);
+    p.n = 1;
+    for (r = 0; r < 700; r++) {
+        position[0] = r;
+        CHECK_EQ(tkv_attend_ex(kv, &p), r < 4 ? TKV_OK : TKV_ERR_NO_SOURCE);
+    }
     tkv_destroy(kv);
     cfg.model.window = 100; /* keys that a query needs can have expired */
     kv = create_cache(&cfg);

@@ -134,7 +134,7 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
     for (i = list->n; i-- > first;) {
         const int start = tkvi_block_start(kv, ids, i), shift = kv->pool.entry[ids[i]].shift;
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
-            oldest = tkvi_min(oldest, tkvi_max(start, lowest - shift));
+            oldest = tkvi_min(oldest, lowest > start + shift ? lowest - shift : start);
     }
     return tkvi_expired_position(kv, layer, list, ids) > lowest ? list->expired - 1 : oldest;
 }
@@ -142,6 +142,14 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
 /* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
 static int tkvi_first_row(const tkv_attend_params *p, int item, int before) {
     return p->first_rows ? p->first_rows[item] : before;
+}
+
+/* The greatest of query_positions of a batch entry. before, n: queries of the entries before it, and its own. */
+static int tkvi_newest_position(const tkv_attend_params *p, int item, int before, int n) {
+    int query, newest = -1;
+    for (query = 0; query < n; query++)
+        newest = tkvi_max(newest, p->query_positions[tkvi_first_row(p, item, before) + query]);
+    return newest;
 }
 
 /* 1 if first_rows, row_ends and query_positions are valid for a batch entry. first: index of its first query. len:
@@ -204,7 +212,7 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     for (i = 0; i < c->n_rows; i++) {
         const tkvi_list *list;
         int oldest; /* least index that a query sees */
-        int len, first;
+        int len, first, end;
         if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
             return TKV_ERR_ARG;
         list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
@@ -218,9 +226,11 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
                                   p->query_positions ? p->query_positions + tkvi_first_row(p, i, n_queries)
                                                      : NULL);
         if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
+        end = p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n);
+        if (p->query_positions && !p->non_causal && !tkvi_has_moved(list))
+            end = tkvi_min(len, tkvi_newest_position(p, i, n_queries, c->rows[i].n) + 1);
         if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest,
-                                p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n)))
+            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest, end))
             return TKV_ERR_NO_SOURCE;
         rows += (int64_t)c->rows[i].n * g->n_heads;
         if (rows > TKVI_FOREVER) return TKV_ERR_ARG;

@@ -225,12 +225,13 @@ typedef struct tkvi_counts {
 
 /* State of the call in progress, and the message of the last one that failed. */
 typedef struct tkvi_call_state {
-    uint64_t clock;    /* counts calls that need memory; sequences in use now are not discarded for them */
-    int append_layer;  /* layer of the append in progress (tkvi_exact_from) */
-    int keeps_tokens;  /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
-    int recodes_young; /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
-    int store_failed;  /* 1: the store failed in this call; an error then names the store as the cause */
-    int lacks_scratch; /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
+    uint64_t clock;      /* counts calls that need memory; sequences in use now are not discarded for them */
+    int append_layer;    /* layer of the append in progress (tkvi_exact_from) */
+    int keeps_tokens;    /* 1: the call in progress discards and evicts no token (tkvi_provide_bytes) */
+    int recodes_young;   /* 1: blocks of any age are due for the archive (reclaim/budget.h) */
+    int store_failed;    /* 1: the store failed in this call; an error then names the store as the cause */
+    size_t scratch_used; /* bytes of the caller's scratch that are in use outside of the save or load */
+    int lacks_scratch;   /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
     char error[160];
 } tkvi_call_state;
 
@@ -945,7 +946,10 @@ static void tkvi_wipe_work_space(tkv_cache *kv) {
 static void tkvi_forget_pages(tkv_cache *kv, int seq, int n_tokens) {
     tkvi_seq *s = &kv->seq[seq];
     if (!TKVI_HAS_PREFIXES) return;
-    while (s->n_pages && s->page[s->n_pages - 1].end > n_tokens) s->n_pages--;
+    while (s->n_pages && s->page[s->n_pages - 1].end > n_tokens) {
+        s->n_pages--;
+        if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(&s->page[s->n_pages], sizeof *s->page);
+    }
     if (s->n_pages || !s->page) return;
     if (kv->tables.cfg.host.wipe_freed) tkvi_wipe(s->page, (size_t)s->page_cap * sizeof *s->page);
     tkvi_put(&kv->heap, s->page, (size_t)s->page_cap * sizeof *s->page);

@@ -48,7 +48,9 @@ static uint64_t tkvi_sinks_beyond(const tkv_cache *kv, const uint32_t *ids, int 
 static void tkvi_visible_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
                             const tkvi_sight *sight, int end, int position, int *low, int *high) {
     const int shift = kv->pool.entry[ids[i]].shift;
-    *low = sight->window && i >= sight->sinks ? tkvi_max(0, position - shift + 1 - sight->window) : 0;
+    *low = 0;
+    if (sight->window && i >= sight->sinks && position - shift + 1 > sight->window)
+        *low = position - shift + 1 - sight->window;
     *high = end;
     if (tkvi_block_end(kv, list, ids, i) <= sight->first_query)
         *high = tkvi_max(0, tkvi_min(*high, position - shift + 1));
@@ -124,11 +126,15 @@ static void tkvi_visible_keys(const tkvi_tile_view *v, int i, int r, int *low, i
 /* Bits of all rows. */
 static unsigned tkvi_all_rows(const tkvi_tile_view *v) { return (1u << v->rows) - 1u; }
 
-/* Bits of the rows whose query has an index p with (p + shift) % every == 0. */
+/* Bits of the rows whose query has an index p with (p + shift) % every == 0. Queries of other sequences go by position,
+ * as their index stays while this sequence does not grow. */
 static unsigned tkvi_rows_every(const tkvi_tile_view *v, int64_t shift, int every) {
     unsigned rows = 0;
     int r;
-    for (r = 0; r < v->rows; r++) rows |= (unsigned)((v->index[r] + shift) % every == 0) << r;
+    for (r = 0; r < v->rows; r++) {
+        const int at = v->params->query_positions ? v->position[r] : v->index[r];
+        rows |= (unsigned)((at + shift) % every == 0) << r;
+    }
     return rows;
 }
 

@@ -9,7 +9,8 @@
  *                | i | number of stateful layers | tokens of the page |
  *
  * Without a store, sequences of one cache find each other's pages: a publication names those of its sequence, and an
- * adoption shares the blocks (tkv_seq_copy). A name goes with the first of its tokens that goes (tkvi_forget_tokens).
+ * adoption forks the sequence that has most of them. A name goes with the first of its tokens that goes
+ * (tkvi_forget_tokens).
  *
  * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
  * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the
@@ -219,6 +220,7 @@ static tkv_status tkvi_empty_spare(const tkvi_prefix *x, tkv_status st) {
 static void *tkvi_rest_of_scratch(const tkvi_scratch *s, size_t *bytes) {
     const size_t used = tkvi_align_up((size_t)(uintptr_t)s->from) - (size_t)(uintptr_t)s->from + s->taken;
     *bytes = s->from && used < s->size ? s->size - used : 0;
+    s->kv->call.scratch_used = s->from ? used : 0;
     return !s->from ? NULL : *bytes ? s->from + used : s->from;
 }
 
@@ -228,13 +230,13 @@ static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
     return n <= 0;
 }
 
-/* 1 if a sequence has named its page x->page so, and has these tokens there. */
-static int tkvi_is_named(const tkvi_prefix *x, int seq, const tkv_prefix_hash *hash) {
+/* 1 if a sequence has named its page i so, and has these tokens there. */
+static int tkvi_is_named(const tkvi_prefix *x, int seq, int i, const uint8_t *hash) {
     const tkvi_seq *s = &x->kv->seq[seq];
-    const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page);
-    return s->n_pages > x->page && memcmp(s->page[x->page].hash, hash->bytes, sizeof hash->bytes) == 0 &&
-           s->page[x->page].end == end &&
-           tkvi_are_same_tokens(s->page[x->page].tokens, x->p->tokens + first, end - first);
+    const int first = tkvi_page_start(x, i), end = tkvi_page_end(x, i);
+    return s->n_pages > i && memcmp(s->page[i].hash, hash, sizeof s->page[i].hash) == 0 &&
+           s->page[i].end == end &&
+           tkvi_are_same_tokens(s->page[i].tokens, x->p->tokens + first, end - first);
 }
 
 /* Names the first n pages of the sequence, in the place of the names that it had. */
@@ -264,18 +266,57 @@ static tkv_status tkvi_name_pages(const tkvi_prefix *x, int n) {
         page[i].end = end;
         before = &hash;
     }
+    if (kv->tables.cfg.host.wipe_freed && s->n_pages > n)
+        tkvi_wipe(page + n, (size_t)(s->n_pages - n) * sizeof *page);
     s->n_pages = n;
     return TKV_OK;
 }
 
-/* A sequence that has the page x->page under this hash, with these tokens; -1: none has. */
-static int tkvi_find_page(const tkvi_prefix *x, const tkv_prefix_hash *hash) {
-    int seq;
-    for (seq = 0; seq < x->kv->tables.cfg.limits.max_seqs; seq++)
-        if (seq != x->p->seq && tkvi_is_named(x, seq, hash) && !x->kv->seq[seq].in_step &&
-            tkvi_has_page(x->kv, seq, tkvi_page_start(x, x->page), tkvi_page_end(x, x->page), 0, 0))
-            return seq;
-    return -1;
+/* How many of its first n pages a sequence has on the path of the plan. */
+static int tkvi_n_on_path(const tkvi_prefix *x, int seq, int n) {
+    int low = 0;
+    while (low < n) {
+        const int middle = n - (n - low) / 2;
+        if (tkvi_has_page(x->kv, seq, 0, tkvi_page_end(x, middle - 1), 0, 0)) low = middle;
+        else n = middle - 1;
+    }
+    return low;
+}
+
+/* A sequence that names as many of the pages as any; -1: none is named. A hash names all pages up to its own. */
+static int tkvi_find_deepest(const tkvi_prefix *x, int *n) {
+    const int n_seqs = x->kv->tables.cfg.limits.max_seqs, n_pages = tkvi_n_pages(x);
+    tkv_prefix_hash hash = x->root;
+    int seq, found = -1;
+    for (*n = 0; *n < n_pages; ++*n) {
+        hash = tkvi_hash_page(x, &hash, *n);
+        for (seq = 0; seq < n_seqs; seq++)
+            if (seq != x->p->seq && tkvi_is_named(x, seq, *n, hash.bytes)) break;
+        if (seq == n_seqs) break;
+        found = seq;
+    }
+    return found;
+}
+
+/* The sequence from which most pages can be shared, with the states behind them; -1: none. *n: these pages. */
+static int tkvi_find_prefix(const tkvi_prefix *x, int *n) {
+    const tkv_cache *kv = x->kv;
+    int most, seq, found = -1;
+    const int deepest = tkvi_find_deepest(x, &most);
+    *n = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && deepest >= 0; seq++) {
+        int same = 0;
+        if (seq == x->p->seq || kv->seq[seq].in_step) continue;
+        while (same < most && tkvi_is_named(x, seq, same, kv->seq[deepest].page[same].hash)) same++;
+        if (same <= *n) continue;
+        same = tkvi_n_on_path(x, seq, same);
+        while (same && TKVI_HAS_STATES && !tkvi_has_position(&kv->states, seq, tkvi_page_end(x, same - 1)))
+            same--;
+        if (same <= *n) continue;
+        *n = same;
+        found = seq;
+    }
+    return found;
 }
 
 /* >>publish */
@@ -293,6 +334,7 @@ static tkv_status tkvi_put_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int
     save.n_tokens = TKVI_PAGE_HEAD + tokens;
     save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     st = tkv_seq_save(x->kv, &save, NULL, 0, &n);
+    x->kv->call.scratch_used = 0;
     if (!st) st = tkvi_take_scratch(&x->scratch, n, &bytes);
     save.scratch = tkvi_rest_of_scratch(&x->scratch, &save.scratch_bytes);
     if (!st) st = tkv_seq_save(x->kv, &save, bytes, n, NULL);
@@ -325,16 +367,30 @@ static tkv_status tkvi_publish(tkvi_prefix *x) {
         const int end = tkvi_page_end(x, x->page);
         const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
         if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
-        if (!x->store) x->info.n_put += !tkvi_is_named(x, x->p->seq, &hash);
-        else if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
+        if (!x->store->has || !x->store->has(x->store->user, &hash)) st = tkvi_publish_page(x, &hash);
         x->hash = hash;
         if (st || !tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
         x->info.n_pages++;
         x->info.n_tokens = end;
     }
-    if (!st && !x->store && x->info.n_put) st = tkvi_name_pages(x, x->info.n_pages);
-    if (st && !x->store) x->info.n_put = 0;
     return st;
+}
+
+/* Names the pages of the sequence for the others of the cache. */
+static tkv_status tkvi_publish_here(tkvi_prefix *x) {
+    const int n = tkvi_n_on_path(x, x->p->seq, tkvi_n_pages(x));
+    tkv_status st;
+    int n_new = 0;
+    for (x->page = 0; x->page < n; x->page++) {
+        x->hash = tkvi_hash_page(x, &x->hash, x->page);
+        n_new += !tkvi_is_named(x, x->p->seq, x->page, x->hash.bytes);
+    }
+    st = n_new ? tkvi_name_pages(x, n) : TKV_OK;
+    if (st || !n) return st;
+    x->info.n_pages = n;
+    x->info.n_tokens = tkvi_page_end(x, n - 1);
+    x->info.n_put = n_new;
+    return TKV_OK;
 }
 
 /* >>adopt */
@@ -441,50 +497,29 @@ static void tkvi_cut_adopted(tkvi_prefix *x) {
     }
     if (tkv_get_length(x->kv, x->p->seq, TKV_ALL_LAYERS) > x->info.n_tokens)
         (void)tkv_seq_truncate(x->kv, x->p->seq, x->info.n_tokens);
-    tkvi_give_tiers(x->kv, x->p->seq);
     memcpy(x->kv->call.error, error, sizeof error);
 }
 
-/* Goes on behind a page that was adopted. n_needed: as in tkvi_has_all_states. size: of its value. */
-static void tkvi_count_page(tkvi_prefix *x, const tkv_prefix_hash *hash, int n_needed, size_t size) {
-    const int end = tkvi_page_end(x, x->page);
-    tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
-    x->hash = *hash;
-    x->page++;
-    x->n_bytes += size;
-    if (!tkvi_has_all_states(x, end, n_needed)) return;
-    x->info.n_pages = x->page;
-    x->info.n_tokens = end;
-    x->info.bytes = x->n_bytes;
-}
-
-/* Adopts pages of other sequences of the cache. The blocks are shared. */
+/* Shares the longest prefix that another sequence of the cache has named. */
 static tkv_status tkvi_adopt_here(tkvi_prefix *x) {
-    tkv_cache *kv = x->kv;
-    tkv_status st = TKV_OK;
-    while (!st && x->page < tkvi_n_pages(x)) {
-        const int first = tkvi_page_start(x, x->page), end = tkvi_page_end(x, x->page), seq = x->p->seq;
-        const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
-        const int from = tkvi_find_page(x, &hash);
-        if (from < 0) break;
-        st = tkv_seq_copy(kv, from, first, end, seq, first);
-        /* memory for the copy can have come from blocks that were coded again */
-        if (!st && !tkvi_has_page(kv, seq, first, end, 0, 1)) break;
-        if (!st) st = tkvi_copy_states(x, from, end, seq, end);
-        if (!st) tkvi_count_page(x, &hash, 0, 0);
-    }
+    const int seq = x->p->seq;
+    int n, from = tkvi_find_prefix(x, &n);
+    tkv_status st = from < 0 ? TKV_OK : tkv_seq_fork(x->kv, from, seq, tkvi_page_end(x, n - 1));
+    if (st || from < 0) return st;
+    n = tkvi_n_on_path(x, seq,
+                       n); /* memory for the entries can have come from blocks that were coded again */
+    x->info.n_pages = n;
+    x->info.n_tokens = n ? tkvi_page_end(x, n - 1) : 0;
     tkvi_cut_adopted(x);
-    if (!st && x->info.n_pages) st = tkvi_name_pages(x, x->info.n_pages);
-    return st;
+    return TKV_OK;
 }
 
 static tkv_status tkvi_adopt(tkvi_prefix *x) {
     tkv_prefix_hash hash[TKVI_PAGES_AT_ONCE];
     const void *bytes[TKVI_PAGES_AT_ONCE];
-    size_t size[TKVI_PAGES_AT_ONCE];
+    size_t size[TKVI_PAGES_AT_ONCE], n_bytes = 0;
     tkv_status st = TKV_OK;
-    int i, n, is_miss = 0;
-    if (!x->store) return tkvi_adopt_here(x);
+    int i, n, is_miss = 0, end;
     do {
         n = tkvi_get_pages(x, hash, bytes, size);
         for (i = 0; i < n && !st && !is_miss; i++) {
@@ -492,11 +527,20 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
             if (!bytes[i]) is_miss = 1;
             else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
             x->info.n_rejected += is_miss && bytes[i];
-            if (!st && !is_miss) tkvi_count_page(x, &hash[i], x->tokens[1], size[i]);
+            if (st || is_miss) break;
+            tkvi_give_tiers(x->kv, x->p->seq); /* the next load can offload blocks that are archived */
+            n_bytes += size[i];
+            x->hash = hash[i];
+            end = tkvi_page_end(x, x->page++);
+            if (!tkvi_has_all_states(x, end, x->tokens[1])) continue;
+            x->info.n_pages = x->page;
+            x->info.n_tokens = end;
+            x->info.bytes = n_bytes;
         }
     } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
     if (is_miss) st = TKV_OK;
     tkvi_cut_adopted(x);
+    tkvi_give_tiers(x->kv, x->p->seq);
     return st;
 }
 
@@ -614,7 +658,9 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
     x.store = store;
-    st = is_adopted ? tkvi_adopt(&x) : tkvi_publish(&x);
+    if (store) st = is_adopted ? tkvi_adopt(&x) : tkvi_publish(&x);
+    else st = is_adopted ? tkvi_adopt_here(&x) : tkvi_publish_here(&x);
+    kv->call.scratch_used = 0;
     if (out) *out = x.info;
     return st ? st : tkvi_ok(kv);
 }

@@ -33,8 +33,8 @@ static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out
     const size_t taken = tkvi_align_up(s->taken);
     s->kv->call.lacks_scratch = 1;
     if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
-        return tkvi_fail(s->kv, TKV_ERR_CAPACITY,
-                         "scratch is too small; bytes needed:", (int64_t)(taken + bytes) + 63, "");
+        return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:",
+                         (int64_t)(s->kv->call.scratch_used + taken + bytes) + 63, "");
     *out = s->from ? s->from + gap + taken : (uint8_t *)tkvi_get(&s->kv->heap, bytes);
     if (!*out)
         return tkvi_refuse_no_memory(
