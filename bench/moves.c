@@ -139,7 +139,7 @@ static void measure_prefixes(const tkv_config *shape, int csv, const float *valu
     static int tokens[CONTEXT];
     double best = 0.0;
     tkv_config cfg = *shape;
-    tkv_prefix_params p = {0};
+    tkv_prefix_params p;
     tkv_prefix_info info;
     tkv_cache *kv;
     cfg.model.n_layers = LAYERS;
@@ -150,7 +150,10 @@ static void measure_prefixes(const tkv_config *shape, int csv, const float *valu
     for (int layer = 0; layer < LAYERS; layer++) bench_append(kv, &cfg, layer, CONTEXT, values);
     bench_must(tkv_seq_fork(kv, 0, SEQS - 1, TKV_UNLIMITED), "tkv_seq_fork");
     for (int i = 0; i < CONTEXT; i++) tokens[i] = 7 * i % 50257;
-    p.seq = SEQS - 1, p.tokens = tokens, p.n_tokens = CONTEXT;
+    memset(&p, 0, sizeof p);
+    p.seq = SEQS - 1;
+    p.tokens = tokens;
+    p.n_tokens = CONTEXT;
     bench_must(tkv_seq_publish_prefix(kv, &p, NULL, &info), "tkv_seq_publish_prefix");
     const int n_pages = info.n_pages;
     p.seq = 1;
