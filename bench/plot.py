@@ -9,7 +9,7 @@ budget, or eviction against compression.
 
 Quality. Left: bits per value of the format of old tokens, metadata included. Right: bits per value of the whole cache
 at the end of the window, with exact tokens, tables and free memory; for rivals, only the bytes of their formats.
-Points further down and left are better. Plans with loaded tables are left out.
+Points further down and left are better. Plans with loaded tables and the noise floor are left out.
 
 Speed. Nanoseconds per token and KV head of a decode step, against the tokens that it reads. head_dim 128, 32 query
 and 8 KV heads, one thread. The rows come from `bench/attend --csv` (only this shape) and `bench/rivals.py --csv`. If
@@ -110,7 +110,7 @@ def save(figure, path):
 def draw(rows, path):
     figure, panels = pyplot().subplots(1, 2, figsize=(11, 5.5), sharey=True, layout="constrained")
     shown = [row for row in rows
-             if row["window"] == "all" and float(row["kl"]) > 0 and "tables=" not in row["plan"]]
+             if row["window"] == "all" and float(row["kl"]) > 1e-9 and "tables=" not in row["plan"]]
     for axes, whole in zip(panels, (False, True)):
         points = []
         for kind, (colour, marker) in KINDS.items():
