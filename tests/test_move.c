@@ -1360,6 +1360,45 @@ TEST(queries_of_other_sequences) {
     tkv_destroy(kv);
 }
 
+/* A sequence that does not grow is sampled as often by queries of other sequences as one that does, whatever its
+ * length. */
+TEST(queries_of_other_sequences_are_sampled) {
+    static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM], score[300];
+    tkv_rng rng = tkv_rng_seed(3);
+    double first = 0.0;
+    int len, layer, i, position;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (len = 192; len < 200; len++) {
+        tkv_config cfg = make_config(2, 2);
+        tkv_attend_params p;
+        tkv_cache *kv;
+        cfg.evict.policy = TKV_EVICT_H2O;
+        cfg.importance.sample_every = 8;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, len, 20), TKV_OK);
+        memset(&p, 0, sizeof p);
+        p.n = 1;
+        p.q = q;
+        p.out = out;
+        p.query_positions = &position;
+        for (position = len; position < len + 256; position++)
+            for (layer = 0; layer < 2; layer++) {
+                p.layer = layer;
+                CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+            }
+        for (layer = 0; layer < 2; layer++) {
+            double sum = 0.0;
+            CHECK_EQ(tkv_get_importance(kv, 0, layer, 0, len, score, NULL), TKV_OK);
+            for (i = 0; i < len; i++) sum += (double)score[i];
+            if (first <= 0.0) first = sum;
+            CHECK_MSG(sum > 0.9 * first && sum < 1.1 * first, "%d tokens, layer %d: %g and %g", len, layer,
+                      sum, first);
+        }
+        tkv_destroy(kv);
+    }
+    CHECK(first > 100.0);
+}
+
 /* Old queries of a layer with a window, as far as no key of theirs has expired. And before discarded tokens. */
 TEST(older_queries_need_their_keys) {
     static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
@@ -2277,6 +2316,7 @@ int main(int argc, char **argv) {
     RUN(queries_of_older_tokens);
     RUN(one_context_in_stripes);
     RUN(queries_of_other_sequences);
+    RUN(queries_of_other_sequences_are_sampled);
     RUN(older_queries_need_their_keys);
     RUN(padded_batches_equal_packed_ones);
     RUN(copied_tokens_attend_as_if_read_there);
