@@ -38,9 +38,9 @@ typedef struct tkvi_prefix {
     const tkv_prefix_params *p;
     const tkv_prefix_store *store; /* NULL: the other sequences of the cache */
     tkv_prefix_info info;
-    tkv_prefix_hash root, hash; /* hash: of the page before `page` */
-    int sinks, page;            /* page: the next one */
-    size_t n_bytes;             /* of the values before it */
+    tkv_prefix_hash hash; /* of the page before `page` */
+    int sinks, page;      /* page: the next one */
+    size_t n_bytes;       /* of the values before it */
     int tokens[TKVI_PAGE_HEAD + TKVI_MOST_PAGE];
     tkvi_scratch scratch;
 } tkvi_prefix;
@@ -124,8 +124,7 @@ static void tkvi_hash_root(tkvi_prefix *x, uint8_t *room) {
         tkvi_hash_number(&s, tkvi_member_int(&kv->tables.cfg.format, tkvi_option_rows[i].offset));
     tkvi_hash_number(&s, kv->tables.cfg.model.n_layers);
     for (i = 0; i < kv->tables.cfg.model.n_layers; i++) tkvi_hash_layer(&s, kv, i, room);
-    tkvi_sha256_end(&s, x->root.bytes);
-    x->hash = x->root;
+    tkvi_sha256_end(&s, x->hash.bytes);
 }
 
 /* The hash of a page. before: that of the page before it. */
@@ -239,36 +238,33 @@ static int tkvi_is_named(const tkvi_prefix *x, int seq, int i, const uint8_t *ha
            tkvi_are_same_tokens(s->page[i].tokens, x->p->tokens + first, end - first);
 }
 
-/* Names the first n pages of the sequence, in the place of the names that it had. */
-static tkv_status tkvi_name_pages(const tkvi_prefix *x, int n) {
+/* Names the pages first .. n - 1 of the sequence. Those before them are named, and x->hash is of the last one. */
+static tkv_status tkvi_name_pages(tkvi_prefix *x, int first, int n) {
     tkv_cache *kv = x->kv;
     tkvi_seq *s = &kv->seq[x->p->seq];
     const size_t bytes = (size_t)n * sizeof(tkvi_named_page);
-    const tkv_prefix_hash *before = &x->root;
-    tkvi_named_page *page = s->page;
-    tkv_prefix_hash hash;
     size_t needed = 0;
-    int i;
     if (n > s->page_cap) {
+        tkvi_named_page *page;
         if (!tkvi_provide_bytes(kv, bytes, &needed)) return tkvi_refuse_over_budget(kv, needed);
         page = (tkvi_named_page *)tkvi_get(&kv->heap, bytes);
         if (!page) return tkvi_refuse_no_memory(kv, "no memory to name", n, " pages");
         memset(page, 0, bytes);
+        if (first) memcpy(page, s->page, (size_t)first * sizeof *page);
         tkvi_forget_pages(kv, x->p->seq, 0);
         s->page = page;
         s->page_cap = n;
     }
-    for (i = 0; i < n; i++) {
-        const int first = tkvi_page_start(x, i), end = tkvi_page_end(x, i);
-        hash = tkvi_hash_page(x, before, i);
-        memcpy(page[i].hash, hash.bytes, sizeof hash.bytes);
-        memcpy(page[i].tokens, x->p->tokens + first, (size_t)(end - first) * sizeof *page[i].tokens);
-        page[i].end = end;
-        before = &hash;
-    }
     if (kv->tables.cfg.host.wipe_freed && s->n_pages > n)
-        tkvi_wipe(page + n, (size_t)(s->n_pages - n) * sizeof *page);
-    s->n_pages = n;
+        tkvi_wipe(s->page + n, (size_t)(s->n_pages - n) * sizeof *s->page);
+    for (s->n_pages = first; s->n_pages < n; s->n_pages++) {
+        const int start = tkvi_page_start(x, s->n_pages), end = tkvi_page_end(x, s->n_pages);
+        tkvi_named_page *page = &s->page[s->n_pages];
+        x->hash = tkvi_hash_page(x, &x->hash, s->n_pages);
+        memcpy(page->hash, x->hash.bytes, sizeof page->hash);
+        memcpy(page->tokens, x->p->tokens + start, (size_t)(end - start) * sizeof *page->tokens);
+        page->end = end;
+    }
     return TKV_OK;
 }
 
@@ -286,7 +282,7 @@ static int tkvi_n_on_path(const tkvi_prefix *x, int seq, int n) {
 /* A sequence that names as many of the pages as any; -1: none is named. A hash names all pages up to its own. */
 static int tkvi_find_deepest(const tkvi_prefix *x, int *n) {
     const int n_seqs = x->kv->tables.cfg.limits.max_seqs, n_pages = tkvi_n_pages(x);
-    tkv_prefix_hash hash = x->root;
+    tkv_prefix_hash hash = x->hash; /* of the cache */
     int seq, found = -1;
     for (*n = 0; *n < n_pages; ++*n) {
         hash = tkvi_hash_page(x, &hash, *n);
@@ -376,25 +372,25 @@ static tkv_status tkvi_publish(tkvi_prefix *x) {
     return st;
 }
 
-/* Names the pages of the sequence for the others of the cache. */
+/* Names the pages of the sequence for the others of the cache. The hash of a new page makes all behind it new. */
 static tkv_status tkvi_publish_here(tkvi_prefix *x) {
     const int n = tkvi_n_on_path(x, x->p->seq, tkvi_n_pages(x));
-    tkv_status st;
-    int n_new = 0;
-    for (x->page = 0; x->page < n; x->page++) {
-        x->hash = tkvi_hash_page(x, &x->hash, x->page);
-        n_new += !tkvi_is_named(x, x->p->seq, x->page, x->hash.bytes);
+    tkv_status st = TKV_OK;
+    int named;
+    for (named = 0; named < n; named++) {
+        const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, named);
+        if (!tkvi_is_named(x, x->p->seq, named, hash.bytes)) break;
+        x->hash = hash;
     }
-    st = n_new ? tkvi_name_pages(x, n) : TKV_OK;
+    if (named < n) st = tkvi_name_pages(x, named, n);
     if (st || !n) return st;
     x->info.n_pages = n;
     x->info.n_tokens = tkvi_page_end(x, n - 1);
-    x->info.n_put = n_new;
+    x->info.n_put = n - named;
     return TKV_OK;
 }
 
 /* >>adopt */
-
 /* 1 if the spare sequence has the page, and the caller's tokens. */
 static int tkvi_is_page(const tkvi_prefix *x, const tkv_load_info *info) {
     const int first = tkvi_page_start(x, x->page), tokens = tkvi_page_end(x, x->page) - first;
@@ -506,8 +502,8 @@ static tkv_status tkvi_adopt_here(tkvi_prefix *x) {
     int n, from = tkvi_find_prefix(x, &n);
     tkv_status st = from < 0 ? TKV_OK : tkv_seq_fork(x->kv, from, seq, tkvi_page_end(x, n - 1));
     if (st || from < 0) return st;
-    n = tkvi_n_on_path(x, seq,
-                       n); /* memory for the entries can have come from blocks that were coded again */
+    /* memory for the entries can have come from blocks that were coded again */
+    n = tkvi_n_on_path(x, seq, n);
     x->info.n_pages = n;
     x->info.n_tokens = n ? tkvi_page_end(x, n - 1) : 0;
     tkvi_cut_adopted(x);

@@ -969,7 +969,8 @@ static tkv_status call_prefix(void) {
     int n = choose_int(0, LONGEST), i;
     tkv_status st;
     sprintf(call.text, "%s %d tokens of sequence %d, %d", adopts ? "adopt" : "name", n, src, dst);
-    if (n > LONGEST || !is_seq(src)) return adopts ? skip_call() : name_prefix(src, min_of(n, 0));
+    if (n > LONGEST || (adopts && !is_seq(src))) return skip_call(); /* there is no text */
+    if (!is_seq(src)) return name_prefix(src, 0);
     if (!adopts && with_text) { /* long enough for a page */
         CHECK_EQ(tkv_seq_reset(kv, src), TKV_OK);
         reset_model(src);
