@@ -37,7 +37,7 @@ static double read_piece(const text *t, tkv_cache *kv, int at) {
     for (int i = 0; i <= PIECE; i++) piece[i] = t->tokens[(at + i) % t->n];
     bench_must(llama_forward(t->m, kv, 0, piece, PIECE, t->logits, PIECE), "llama_forward");
     for (int i = 0; i < PIECE; i++)
-        loss += llama_loss(t->logits + (size_t)i * (size_t)t->m->vocab, t->m->vocab, piece[i + 1]);
+        loss += measure_loss(t->logits + (size_t)i * (size_t)t->m->vocab, t->m->vocab, piece[i + 1]);
     return loss;
 }
 

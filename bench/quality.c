@@ -5,7 +5,7 @@
  * cc -O2 bench/quality.c -o quality -lm -pthread && ./quality model.gguf
  *
  * The text is read in chunks that end where a block leaves the hot tail. So every position sees the same coded tokens
- * as in decoding token by token. For this all layers demote at the same token (llama_align_layers). A cache as it is
+ * as in decoding token by token. For this all layers demote at the same token (measure_align_layers). A cache as it is
  * demotes later in most layers, and loses less. The logits are compared with those of the same model and an exact F32 cache. The
  * exact logits are kept in a file for later runs. QUALITY.md explains the measurement. `./quality --help` lists the
  * options.
@@ -724,7 +724,7 @@ static subject subject_create(const plan *p, int max_tokens) {
         memset(layers, 0, (size_t)all.model.n_layers * sizeof *layers);
         if (cfg.layers) memcpy(layers, cfg.layers, (size_t)all.model.n_layers * sizeof *layers);
         if (!cfg.budget.bytes) {
-            llama_align_layers(&cfg, layers);
+            measure_align_layers(&cfg, layers);
             cfg.layers = layers;
         }
         if (cfg.promotion.every) {
@@ -748,10 +748,10 @@ static void subject_destroy(subject *s) {
     rival_destroy(s->r);
 }
 
-static int subject_chunk(const subject *s, int left) { /* size of the next chunk: see llama_chunk */
+static int subject_chunk(const subject *s, int left) { /* size of the next chunk: see measure_chunk */
     if (s->r) return rival_chunk(s->p->rival, s->n, left);
     if (s->n < s->p->refresh && s->p->refresh - s->n < left) left = s->p->refresh - s->n;
-    return llama_chunk(&s->p->cfg, s->n, left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS);
+    return measure_chunk(&s->p->cfg, s->n, left < TKV_BLOCK_TOKENS ? left : TKV_BLOCK_TOKENS);
 }
 
 static void subject_read(subject *s, const int *tokens, int n, float *logits, int n_logits) {

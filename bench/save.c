@@ -69,7 +69,7 @@ static double fill(const source *s, const tkv_config *cfg, tkv_cache *kv, int n)
         float *values = bench_values(cfg, &seed), *q = bench_queries(cfg, 1, &seed);
         float *out = (float *)bench_alloc((size_t)(cfg->model.n_heads * cfg->model.head_dim) * sizeof *out);
         for (int t = 0, k; t < n; t += k) {
-            k = llama_chunk(cfg, t, n - t);
+            k = measure_chunk(cfg, t, n - t);
             for (int layer = 0; layer < cfg->model.n_layers; layer++) {
                 bench_append_at(kv, cfg, layer, t, k, values);
                 bench_must(tkv_attend(kv, 0, layer, q, 1, out), "tkv_attend");
@@ -81,7 +81,7 @@ static double fill(const source *s, const tkv_config *cfg, tkv_cache *kv, int n)
         return bench_seconds(1) - start;
     }
     for (int pos = 0, k; pos < n; pos += k) {
-        k = llama_chunk(cfg, pos, n - pos);
+        k = measure_chunk(cfg, pos, n - pos);
         bench_must(llama_forward(&s->m, kv, 0, s->tokens + pos, k, NULL, 0), "llama_forward");
         fprintf(stderr, "\r%d of %d tokens ", pos + k, n);
     }

@@ -409,7 +409,7 @@ static inline tkv_status task_open(task_cache *c, const llama_model *m, const tk
     tkv_status status = layers && c->logits ? TKV_OK : TKV_ERR_NOMEM;
     if (status == TKV_OK) {
         if (plan->layers) memcpy(layers, plan->layers, n_layers * sizeof *layers);
-        llama_align_layers(&c->cfg, layers);
+        measure_align_layers(&c->cfg, layers);
         c->cfg.layers = layers;
         status = tkv_create(&c->cfg, &c->kv);
         c->cfg.layers = NULL;
@@ -424,7 +424,7 @@ static inline tkv_status task_read(task_cache *c, int seq, const int *tokens, in
     for (int at = 0, step; at < n && status == TKV_OK; at += step) {
         const int left = n - at < TKV_BLOCK_TOKENS ? n - at : TKV_BLOCK_TOKENS;
         const int position = tkv_get_length(c->kv, seq, 0);
-        step = llama_chunk(&c->cfg, position, left);
+        step = measure_chunk(&c->cfg, position, left);
         status = llama_forward(c->model, c->kv, seq, tokens + at, step, c->logits, at + step == n);
         if (c->progress) c->progress(position, step);
     }
@@ -488,9 +488,9 @@ static inline tkv_status task_score(task_cache *c, const task_question *q, doubl
         if (length > 1 && status == TKV_OK)
             status = llama_forward(c->model, c->kv, TASK_OPTION, tokens, length - 1, c->logits, length - 1);
         if (status != TKV_OK) break;
-        scores[i] = -llama_loss(first, vocab, tokens[0]);
+        scores[i] = -measure_loss(first, vocab, tokens[0]);
         for (int j = 1; j < length; j++)
-            scores[i] -= llama_loss(c->logits + (size_t)(j - 1) * (size_t)vocab, vocab, tokens[j]);
+            scores[i] -= measure_loss(c->logits + (size_t)(j - 1) * (size_t)vocab, vocab, tokens[j]);
     }
     (void)tkv_seq_reset(c->kv, TASK_OPTION);
     (void)tkv_seq_reset(c->kv, TASK_FORK);

@@ -226,10 +226,10 @@ static void compare(session *s, int n) { /* compares the last n positions */
         stage *x = &s->stages[b.level];
         x->compared++;
         x->same += llama_argmax(got, vocab) == llama_argmax(want, vocab);
-        x->kl += llama_divergence(want, got, vocab);
+        x->kl += measure_divergence(want, got, vocab);
         if (next >= s->n_prompt) continue; /* generated text favours the cache that generated it */
-        s->loss += llama_loss(got, vocab, s->tokens[next]);
-        s->exact_loss += llama_loss(want, vocab, s->tokens[next]);
+        s->loss += measure_loss(got, vocab, s->tokens[next]);
+        s->exact_loss += measure_loss(want, vocab, s->tokens[next]);
         s->known++;
     }
 }

@@ -45,12 +45,12 @@ static double read_tokens(const llama_model *m, const tkv_config *cfg, tkv_cache
     const double start = seconds();
     double loss = 0;
     for (int pos = 0; pos < n;) {
-        const int chunk = llama_chunk(cfg, pos, n - pos < TKV_BLOCK_TOKENS ? n - pos : TKV_BLOCK_TOKENS);
+        const int chunk = measure_chunk(cfg, pos, n - pos < TKV_BLOCK_TOKENS ? n - pos : TKV_BLOCK_TOKENS);
         const tkv_status status = llama_forward(m, kv, 0, tokens + pos, chunk, logits, chunk);
         if (status != TKV_OK) fail("token %d: %s", pos, tkv_get_last_error(kv));
         for (int i = 0; i < chunk && pos + i + 1 < n; i++)
             if (pos + i + 1 >= from)
-                loss += llama_loss(logits + (size_t)i * (size_t)m->vocab, m->vocab, tokens[pos + i + 1]);
+                loss += measure_loss(logits + (size_t)i * (size_t)m->vocab, m->vocab, tokens[pos + i + 1]);
         pos += chunk;
         show_bar(what, pos, n, start);
     }

@@ -75,7 +75,7 @@ static parsed parse_own_option(void *ctx, const char *name, const char *value) {
 /* Evaluates n known tokens behind those of a cache. */
 static void evaluate(const chat *c, tkv_cache *kv, const int *tokens, int n) {
     while (n > 0) {
-        const int chunk = llama_chunk(&c->cfg, tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
+        const int chunk = measure_chunk(&c->cfg, tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
         const tkv_status status = llama_forward(&c->model, kv, 0, tokens, chunk, c->logits, 1);
         if (status != TKV_OK) fail("%s", cache_fault(kv, status));
         tokens += chunk;

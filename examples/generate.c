@@ -130,14 +130,14 @@ static void evaluate(session *s, int n, int n_logits) {
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
 }
 
-/* Reads the prompt from token s->n_loaded to `end`, in chunks that end where a block leaves the hot tail (llama_chunk).
+/* Reads the prompt from token s->n_loaded to `end`, in chunks that end where a block leaves the hot tail (measure_chunk).
  * Returns the logits of the last token; NULL if there was nothing to read. */
 static const float *read_tokens(session *s, int end) {
     const double start = seconds();
     int n_logits = 0;
     for (int pos; (pos = tkv_get_length(s->kv, 0, TKV_ALL_LAYERS)) < end;) {
         const int chunk =
-            llama_chunk(&s->cfg, pos, end - pos < TKV_BLOCK_TOKENS ? end - pos : TKV_BLOCK_TOKENS);
+            measure_chunk(&s->cfg, pos, end - pos < TKV_BLOCK_TOKENS ? end - pos : TKV_BLOCK_TOKENS);
         n_logits = pos + chunk - (s->n_prompt - s->n_kept); /* positions that may be compared later */
         if (n_logits > chunk) n_logits = chunk;
         if (n_logits < 1) n_logits = pos + chunk == s->n_prompt;
@@ -302,7 +302,7 @@ static void compare(session *s, comparison *c) {
     exact.kv = create(&exact.cfg);
     exact.n_kept = 0;
     for (int pos = 0; pos < n;) {
-        const int chunk = llama_chunk(&s->cfg, pos, n - pos < 64 ? n - pos : 64);
+        const int chunk = measure_chunk(&s->cfg, pos, n - pos < 64 ? n - pos : 64);
         int from = pos < first ? first : pos; /* the chunk's first position to compare */
         if (from > pos + chunk) from = pos + chunk;
         show_bar("comparing", pos, n, start);
@@ -310,13 +310,13 @@ static void compare(session *s, comparison *c) {
         for (int i = from; i < pos + chunk; i++) {
             const float *a = s->kept + (size_t)(i % s->n_kept) * (size_t)vocab;
             const float *b = exact.logits + (size_t)(i - from) * (size_t)vocab;
-            kl[i - first] = llama_divergence(b, a, vocab);
+            kl[i - first] = measure_divergence(b, a, vocab);
             c->mean += kl[i - first] / count;
             c->same += llama_argmax(a, vocab) == llama_argmax(b, vocab);
             if (i + 1 >= s->n_prompt) continue; /* generated text favours the cache that generated it */
             c->known++;
-            c->loss[EXACT] += llama_loss(b, vocab, s->tokens[i + 1]);
-            c->loss[TIERED] += llama_loss(a, vocab, s->tokens[i + 1]);
+            c->loss[EXACT] += measure_loss(b, vocab, s->tokens[i + 1]);
+            c->loss[TIERED] += measure_loss(a, vocab, s->tokens[i + 1]);
         }
         pos += chunk;
     }

@@ -18,12 +18,14 @@
  * sentence in `err`. No function prints or exits.
  *
  * Sources: Touvron et al. 2023 (arXiv 2302.13971) for the network; gguf.md of ggml and export.py of llama2.c for the
- * files. In this order: data, bytes, weights, tokenizer, loading, gguf, llama2.c, forward, measuring.
+ * files. In this order: data, bytes, weights, tokenizer, loading, gguf, llama2.c, forward, argmax.
  */
 #ifndef LLAMA_H
 #define LLAMA_H
 
 #include "../tieredkv.h"
+
+#include "measure.h"
 
 #include <limits.h>
 #include <math.h>
@@ -1260,57 +1262,7 @@ static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* s
     cfg->model.rope.interleaved = !m->rope_halves;
 }
 
-/* Shortens the tiers of layers[n_layers] by the layers' delays (api.h, hot_tokens). All layers then demote at the same
- * token, as layer 0 does. cfg: lengths in tokens, or 0 for 64 and 448; no budget. A layer's own lengths are kept. */
-static inline void llama_align_layers(const tkv_config *cfg, tkv_layer_config *layers) {
-    const int n = cfg->model.n_layers, hot = cfg->tiers.hot_tokens ? cfg->tiers.hot_tokens : 64;
-    const int warm = cfg->tiers.warm_tokens ? cfg->tiers.warm_tokens : 448;
-    for (int i = 0; i < n && n > 1; i++) {
-        const int hot_delay = 64 * i / n, warm_delay = (64 * i + 32) / n - hot_delay;
-        if (!layers[i].hot_tokens && hot > hot_delay) layers[i].hot_tokens = hot - hot_delay;
-        if (!layers[i].warm_tokens && warm > warm_delay) layers[i].warm_tokens = warm - warm_delay;
-    }
-}
-
-/* Returns the size of the next chunk, at most `left`, after pos tokens. The chunk ends where a block of layer 0 leaves
- * the hot tail. Other layers demote up to 63 tokens later (api.h, hot_tokens), in a chunk at the next chunk. With
- * llama_align_layers, every query sees the same coded tokens as with single tokens. */
-static inline int llama_chunk(const tkv_config *cfg, int pos, int left) {
-    const int sinks = cfg->tiers.sink_tokens == TKV_OFF ? 0
-                      : cfg->tiers.sink_tokens          ? cfg->tiers.sink_tokens
-                                                        : 4;
-    const int hot = cfg->tiers.hot_tokens < 0 ? 0 : cfg->tiers.hot_tokens ? cfg->tiers.hot_tokens : 64;
-    const int most = cfg->limits.max_append ? cfg->limits.max_append : 512;
-    int n = sinks + hot - pos;
-    if (n <= 0) n = TKV_BLOCK_TOKENS - (-n) % TKV_BLOCK_TOKENS;
-    if (n > most) n = most;
-    return n < left ? n : left;
-}
-
-/* >>measuring */
-static double llama_log_sum_exp(const float *logits, int n) {
-    float high = logits[0];
-    double sum = 0;
-    for (int i = 1; i < n; i++)
-        if (logits[i] > high) high = logits[i];
-    for (int i = 0; i < n; i++) sum += (double)expf(logits[i] - high);
-    return (double)high + log(sum);
-}
-
-static inline double llama_loss(const float *logits, int n, int token) { /* -log p(token), in nats */
-    return llama_log_sum_exp(logits, n) - (double)logits[token];
-}
-
-static inline double llama_divergence(const float *exact, const float *other, int n) { /* KL, in nats */
-    const double a = llama_log_sum_exp(exact, n), b = llama_log_sum_exp(other, n);
-    double sum = 0;
-    for (int i = 0; i < n; i++) {
-        const double p = (double)exact[i] - a, q = (double)other[i] - b;
-        sum += (double)expf((float)p) * (p - q);
-    }
-    return sum;
-}
-
+/* >>argmax */
 static inline int llama_argmax(const float *logits, int n) {
     int best = 0;
     for (int i = 1; i < n; i++)

@@ -43,7 +43,7 @@ typedef struct run_state {
     llama_model *model;
     const options *o;
     tkv_config cfg;
-    tkv_config chunking; /* llama_chunk ends chunks by this config; compared runs share it */
+    tkv_config chunking; /* measure_chunk ends chunks by this config; compared runs share it */
     tkv_cache *kv;
     conversation conversations[CONVERSATIONS];
     float *logits;
@@ -180,7 +180,7 @@ static void run(run_state *w, const settings *s, discarding how) {
                            begun);
             while (tkv_get_length(w->kv, seq, TKV_ALL_LAYERS) < t->n) {
                 const int pos = tkv_get_length(w->kv, seq, TKV_ALL_LAYERS), left = t->n - pos;
-                evaluate(w, seq, llama_chunk(&w->chunking, pos, left < CHUNK ? left : CHUNK));
+                evaluate(w, seq, measure_chunk(&w->chunking, pos, left < CHUNK ? left : CHUNK));
             }
             for (int i = 0; i < w->o->n; i++) {
                 t->tokens[t->n++] = sample(w->logits, w->model->vocab, w->o, &t->rng, w->space);

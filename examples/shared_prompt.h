@@ -51,7 +51,7 @@ static inline parsed parse_shared_option(shared_prompt *s, const char *name, con
 static inline void read_tokens(const shared_prompt *s, tkv_cache *kv, const int *tokens, int n) {
     const double start = seconds();
     for (int done = 0; done < n;) {
-        const int chunk = llama_chunk(&s->cfg, tkv_get_length(kv, 0, TKV_ALL_LAYERS), n - done);
+        const int chunk = measure_chunk(&s->cfg, tkv_get_length(kv, 0, TKV_ALL_LAYERS), n - done);
         const tkv_status status = llama_forward(&s->model, kv, 0, tokens + done, chunk, s->logits, 1);
         if (status != TKV_OK) fail("%s", cache_fault(kv, status));
         done += chunk;

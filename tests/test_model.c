@@ -158,7 +158,7 @@ static double mean_chunk_loss(const llama_model *m, const int *tokens, const int
             n = begin[c + 1] - i < TKV_BLOCK_TOKENS ? begin[c + 1] - i : TKV_BLOCK_TOKENS;
             CHECK_EQ(llama_forward(m, kv, 0, tokens + i, n, logits, n), TKV_OK);
             for (j = 0; j < n && i + j + 1 < begin[c + 1]; j++, ++*count)
-                sum += llama_loss(logits + (size_t)j * (size_t)m->vocab, m->vocab, tokens[i + j + 1]);
+                sum += measure_loss(logits + (size_t)j * (size_t)m->vocab, m->vocab, tokens[i + j + 1]);
         }
     }
     tkv_destroy(kv);
@@ -348,13 +348,13 @@ static double measure_chunk_divergence(const llama_model *m, const int *tokens, 
     memset(layers, 0, sizeof layers);
     CHECK_LE(m->n_layers, (int)(sizeof layers / sizeof *layers));
     cfg.model.n_layers = m->n_layers;
-    llama_align_layers(&cfg, layers);
+    measure_align_layers(&cfg, layers);
     cfg.layers = layers;
     a = make_model_cache(m, &cfg);
     b = make_model_cache(m, &cfg);
     *largest = 0;
     for (pos = 0; pos < n; pos += chunk) {
-        chunk = pos || !shift ? llama_chunk(&cfg, pos - shift, n - pos) : llama_chunk(&cfg, 0, n) + shift;
+        chunk = pos || !shift ? measure_chunk(&cfg, pos - shift, n - pos) : measure_chunk(&cfg, 0, n) + shift;
         CHECK_EQ(llama_forward(m, a, 0, tokens + pos, chunk, many, chunk), TKV_OK);
         for (j = 0; j < chunk; j++) {
             const float *row = many + (size_t)j * vocab;
@@ -363,7 +363,7 @@ static double measure_chunk_divergence(const llama_model *m, const int *tokens, 
                 const double d = fabs((double)one[i] - (double)row[i]);
                 if (d > *largest) *largest = d;
             }
-            sum += llama_divergence(one, row, m->vocab);
+            sum += measure_divergence(one, row, m->vocab);
         }
     }
     CHECK_EQ(tkv_get_layer(b, 0, 0, &tiers), TKV_OK);
@@ -438,21 +438,21 @@ static void measure_plans(const llama_model *m, const int *tokens, int n, int wi
         memset(&out[p], 0, sizeof out[p]);
     }
     for (pos = 0; pos < n && SHARED < plans; pos += chunk) { /* learns its tables first */
-        chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
+        chunk = measure_chunk(&cfg[EXACT], pos, n - pos);
         CHECK_EQ(llama_forward(m, kv[SHARED], 0, tokens + pos, chunk, logits[SHARED], chunk), TKV_OK);
     }
     if (SHARED < plans) CHECK_EQ(tkv_freeze_calibration(kv[SHARED]), TKV_OK);
     for (w = 0; w < windows; w++, tokens += n) {
         for (p = 0; p < plans; p++) CHECK_EQ(tkv_seq_reset(kv[p], 0), TKV_OK);
         for (pos = 0; pos < n; pos += chunk) {
-            chunk = llama_chunk(&cfg[EXACT], pos, n - pos);
+            chunk = measure_chunk(&cfg[EXACT], pos, n - pos);
             for (p = 0; p < plans; p++) {
                 CHECK_EQ(llama_forward(m, kv[p], 0, tokens + pos, chunk, logits[p], chunk), TKV_OK);
                 for (j = 0; j < chunk; j++) {
                     const float *row = logits[p] + (size_t)j * vocab,
                                 *exact = logits[EXACT] + (size_t)j * vocab;
-                    if (pos + j + 1 < n) out[p].loss += llama_loss(row, m->vocab, tokens[pos + j + 1]);
-                    if (p != EXACT) out[p].kl += llama_divergence(exact, row, m->vocab) / count;
+                    if (pos + j + 1 < n) out[p].loss += measure_loss(row, m->vocab, tokens[pos + j + 1]);
+                    if (p != EXACT) out[p].kl += measure_divergence(exact, row, m->vocab) / count;
                     out[p].same_choice +=
                         (llama_argmax(exact, m->vocab) == llama_argmax(row, m->vocab)) / count;
                 }

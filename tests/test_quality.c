@@ -606,7 +606,7 @@ static tkv_cache *run_model(const llama_model *m, const tkv_config *plan, const 
     CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
     if (tables) CHECK_EQ(tkv_load_calibration(kv, tables, bytes), TKV_OK);
     for (at = 0; kv && at < n; at += step) {
-        step = llama_chunk(&cfg, at, n - at < TKV_BLOCK_TOKENS ? n - at : TKV_BLOCK_TOKENS);
+        step = measure_chunk(&cfg, at, n - at < TKV_BLOCK_TOKENS ? n - at : TKV_BLOCK_TOKENS);
         CHECK_EQ(llama_forward(m, kv, 0, tokens + at, step, NULL, 0), TKV_OK);
     }
     return kv;
@@ -701,7 +701,7 @@ TEST(rotations_of_a_model) {
     demo_logits(&m, "noise-floor", NULL, tokens, N, logits);
     for (which = 0; which < 2; which++) {
         demo_logits(&m, which ? "oscar" : "hf-int2", which ? rotations : NULL, tokens, N, logits + m.vocab);
-        kl[which] = llama_divergence(logits, logits + m.vocab, m.vocab);
+        kl[which] = measure_divergence(logits, logits + m.vocab, m.vocab);
     }
     CHECK_LE(1e-9, kl[1]);
     CHECK_LE(kl[1], kl[0]);
@@ -781,13 +781,13 @@ TEST(weights_in_other_types) {
         }
         demo_logits(&held, "noise-floor", NULL, tokens, N, after);
         if (i == 0) CHECK_MEM(after, before, (size_t)m.vocab * sizeof *after);
-        CHECK_LE(llama_divergence(before, after, m.vocab), 0.01);
+        CHECK_LE(measure_divergence(before, after, m.vocab), 0.01);
         /* Rounded vectors change the result, and little. */
         held.round_inputs = weights_rounding(types[i]);
         CHECK_EQ(held.round_inputs == NULL, i == 0);
         demo_logits(&held, "noise-floor", NULL, tokens, N, after);
-        CHECK_EQ(llama_divergence(before, after, m.vocab) > 1e-9, i > 0);
-        CHECK_LE(llama_divergence(before, after, m.vocab), 0.05);
+        CHECK_EQ(measure_divergence(before, after, m.vocab) > 1e-9, i > 0);
+        CHECK_LE(measure_divergence(before, after, m.vocab), 0.05);
         free(held.layers);
         free(memory);
     }

@@ -339,7 +339,7 @@ static double score_anew(const llama_model *m, const int *context, int n, const 
     CHECK_LE(2, n_option); /* else the test says little */
     CHECK_EQ(task_read(&c, TASK_CONTEXT, tokens, n), TKV_OK);
     for (int i = 0; i < n_option; i++) {
-        sum -= llama_loss(c.logits, m->vocab, tokens[n + i]);
+        sum -= measure_loss(c.logits, m->vocab, tokens[n + i]);
         CHECK_EQ(task_read(&c, TASK_CONTEXT, &tokens[n + i], 1), TKV_OK);
     }
     task_close(&c);
