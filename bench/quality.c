@@ -142,7 +142,6 @@ enum {
     SHORT = 1024, /* windows of fewer tokens are short: see short_plans */
     MAX_KEYS = 5,
     MAX_NAME = 240,
-    BATCH = 64,       /* positions per batch of estimate_of */
     MAX_POS = 1 << 24 /* largest position and length of a window */
 };
 
@@ -959,29 +958,15 @@ typedef struct estimate {
     double mean, error;
 } estimate;
 
-/* Returns the mean and its standard error. Neighbouring positions are dependent, so the error comes from the means of
- * batches of positions. A batch lies within one window. */
 static estimate estimate_of(const result *r, int n_results, size_t which) {
-    estimate e = {0, 0};
-    double sum = 0, squares = 0;
-    int batches = 0, n = 0;
-    for (int i = 0; i < n_results; i++) {
-        const double *x = which == 0 ? r[i].kl : which == 1 ? r[i].loss : r[i].delta;
-        const int count = which == 0 ? r[i].n : r[i].predicted, size = count < BATCH ? count : BATCH;
-        for (int b = 0; size && b < count / size; b++) {
-            const int to = (b + 1) == count / size ? count : (b + 1) * size;
-            double s = 0;
-            for (int j = b * size; j < to; j++) s += x[j];
-            e.mean += s;
-            n += to - b * size;
-            s /= to - b * size;
-            sum += s;
-            squares += s * s;
-            batches++;
-        }
-    }
-    if (n) e.mean /= n;
-    if (batches > 1) e.error = sqrt(fabs(squares - sum * sum / batches) / ((double)batches * (batches - 1)));
+    measure_mean m = {0, 0, 0, 0, 0};
+    for (int i = 0; i < n_results; i++)
+        measure_add(&m,
+                    which == 0   ? r[i].kl
+                    : which == 1 ? r[i].loss
+                                 : r[i].delta,
+                    which == 0 ? r[i].n : r[i].predicted);
+    const estimate e = {m.n ? m.total / m.n : 0, measure_error(&m)};
     return e;
 }
 

@@ -130,8 +130,8 @@ static void evaluate(session *s, int n, int n_logits) {
                s->logits + (size_t)i * (size_t)vocab, (size_t)vocab * sizeof *s->kept);
 }
 
-/* Reads the prompt from token s->n_loaded to `end`, in chunks that end where a block leaves the hot tail (measure_chunk).
- * Returns the logits of the last token; NULL if there was nothing to read. */
+/* Reads the prompt from token s->n_loaded to `end`, in chunks that end where a block leaves the hot tail
+ * (measure_chunk). Returns the logits of the last token; NULL if there was nothing to read. */
 static const float *read_tokens(session *s, int end) {
     const double start = seconds();
     int n_logits = 0;

@@ -5,7 +5,7 @@
  *     measure_align_layers(&cfg, layers);           before tkv_create
  *     n = measure_chunk(&cfg, pos, n_tokens - pos); the size of the next chunk
  *
- * In this order: chunks, logits.
+ * In this order: chunks, logits, means.
  */
 #ifndef TKV_MEASURE_H
 #define TKV_MEASURE_H
@@ -64,6 +64,36 @@ static inline double measure_divergence(const float *exact, const float *other, 
         sum += (double)expf((float)p) * (p - q);
     }
     return sum;
+}
+
+/* >>means */
+enum { MEASURE_BATCH = 64 }; /* positions */
+
+typedef struct measure_mean {   /* of the positions of one or more windows; zero at first */
+    double total, sum, squares; /* of all positions; of the means of batches */
+    int n, batches;
+} measure_mean;
+
+/* Adds the positions of a window. Each batch lies within one window. */
+static inline void measure_add(measure_mean *m, const double *x, int n) {
+    const int size = n < MEASURE_BATCH ? n : MEASURE_BATCH;
+    for (int b = 0; size && b < n / size; b++) {
+        const int to = (b + 1) == n / size ? n : (b + 1) * size;
+        double s = 0;
+        for (int i = b * size; i < to; i++) s += x[i];
+        m->total += s;
+        m->n += to - b * size;
+        s /= to - b * size;
+        m->sum += s;
+        m->squares += s * s;
+        m->batches++;
+    }
+}
+
+/* Returns the standard error of the mean. Neighbouring positions are dependent, so it comes from the means of batches. */
+static inline double measure_error(const measure_mean *m) {
+    const int n = m->batches;
+    return n > 1 ? sqrt(fabs(m->squares - m->sum * m->sum / n) / ((double)n * (n - 1))) : 0;
 }
 
 #endif /* TKV_MEASURE_H */

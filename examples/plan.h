@@ -4,6 +4,7 @@
  *
  *     wrong = plan_word(&cfg, "archive", "a30/r20");       sets one word; returns NULL, or a text about the error
  *     wrong = plan_three(&cfg, "64,448:a40/r40,a30/r20");  sets hot, warm and archive at once
+ *     wrong = plan_words(&cfg, "preset=compact sinks=8");  sets all words of a plan
  *
  * A later word overrides an earlier one, so put a preset first. tkv_validate_config checks the whole config. The word
  * `layers` allocates cfg.layers; plan_free frees it. Settings of a layer override other words, whatever their order.
@@ -257,6 +258,22 @@ static inline const char *plan_three(tkv_config *cfg, const char *text) {
         value[n] = 0;
         if (n) wrong = plan_word(cfg, tiers[i], value);
         if (text[n] == 0) break;
+    }
+    return wrong;
+}
+
+/* Parses a whole plan: words joined by =, with blanks between them. A part without = is one for plan_three. */
+static inline const char *plan_words(tkv_config *cfg, const char *text) {
+    const char *wrong = NULL;
+    char word[240];
+    for (size_t n; *text && !wrong; text += n + (text[n] != 0)) {
+        n = strcspn(text, " ");
+        if (n >= sizeof word) return "a word is too long";
+        memcpy(word, text, n);
+        word[n] = 0;
+        char *value = strchr(word, '=');
+        if (value) *value++ = 0;
+        if (n) wrong = value ? plan_word(cfg, word, value) : plan_three(cfg, word);
     }
     return wrong;
 }
