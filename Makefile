@@ -123,6 +123,7 @@ build/context_mpi: CC = mpicc
 build/metrics: LDLIBS += -lmicrohttpd -pthread
 build/store_lmdb: LDLIBS += -llmdb
 build/store_valkey: LDLIBS += -lhiredis
+build/llamacpp: LDLIBS += -lllama -lggml -lggml-base
 
 DEMO = examples/data/demo.gguf
 MODEL ?= $(firstword $(wildcard $(DEMO)) $(wildcard build/models/SmolLM2*.gguf) \
