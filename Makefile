@@ -244,7 +244,7 @@ report:
 	$(PYTHON) bench/report.py $(ARGS)
 
 # The header and the layout of the code.
-CODE = $(sort $(shell find src examples tests bench -name '*.[ch]' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu'))
+CODE = $(sort $(shell find src examples tests bench -path examples/python -prune -o \( -name '*.[ch]' -o -name '*.inc' -o -name '*.cpp' -o -name '*.cu' \) -print))
 
 header:
 	$(PYTHON) tools/amalgamate.py

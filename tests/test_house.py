@@ -378,7 +378,7 @@ class Readme(unittest.TestCase):
         self.assertRegex(said, r"^2000 tokens in \d+ bytes, [3-6]\.\d times less than FP16\n$")
 
     def test_links_lead_somewhere(self):
-        for page in [["README.md"], ["bench", "CLAIMS.md"]]:
+        for page in [["README.md"], ["bench", "CLAIMS.md"], ["examples", "python", "README.md"]]:
             for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", read(*page)):
                 file = os.path.join(ROOT, *page[:-1], target)
                 self.assertTrue("://" in target or os.path.exists(file), "%s: %s" % (page, target))

@@ -1,0 +1,409 @@
+"""A cache for Hugging Face's transformers (5.24 or later): attention runs on the compressed blocks, on the CPU.
+
+    from tieredkv.transformers import TieredCache   # registers the attention function "tieredkv"
+    model.set_attn_implementation("tieredkv")
+    model.generate(**inputs, past_key_values=TieredCache(model.config, preset="balanced"))
+
+TieredCache.update only hands the new keys and values on, with a note of their layer. The attention function finds the note,
+appends them and attends. With another attention function, update returns all keys and values decoded: that works, but is slow.
+Tokens of left padding are not stored.
+"""
+from __future__ import annotations
+
+import threading
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache as HFCache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ._native import ffi, lib
+from .cache import Cache
+from .config import Config, Value
+from .errors import make_error
+
+NAME = "tieredkv"
+_NOTE = "_tieredkv_layer"
+_handed = threading.local()  # .layer: whose keys are on their way to attention_forward
+_TYPES = {torch.float32: lib.TKV_TYPE_F32, torch.float16: lib.TKV_TYPE_F16, torch.bfloat16: lib.TKV_TYPE_BF16}
+
+
+def _unsupported(sentence: str) -> Exception:
+    return make_error(lib.TKV_ERR_UNSUPPORTED, sentence)
+
+
+def _pointer(x: torch.Tensor) -> Any:
+    return ffi.cast("void *", x.data_ptr())
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """Returns [batch][heads][n][dim] as [batch][n][heads][dim] without gaps. Most models have it so in memory."""
+    if x.device.type != "cpu" or x.dtype not in _TYPES:
+        raise _unsupported("keys, values and queries must be float32, float16 or bfloat16 on the CPU, not %s on %s"
+                           % (x.dtype, x.device))
+    return x.detach().transpose(1, 2).contiguous()
+
+
+def describe_model(config: Any) -> dict[str, Any]:
+    """Returns the keywords of Config for a model of transformers: heads, channels, windows and RoPE."""
+    config = config.get_text_config(decoder=True)
+    n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
+    out: dict[str, Any] = {"n_layers": n_layers, "n_heads": n_heads, "head_dim": head_dim,
+                           "n_kv_heads": getattr(config, "num_key_value_heads", None) or n_heads}
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * n_layers
+    others = set(types) - {"full_attention", "sliding_attention"}
+    if others:
+        raise _unsupported("layers of type %s are not supported" % ", ".join(sorted(others)))
+    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", None):
+        raise _unsupported("layers that share keys and values are not supported")
+    windows = {str(i): {"window": window} for i, kind in enumerate(types) if kind == "sliding_attention"}
+    if windows:
+        out["layers"] = windows
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "default" and "rope_theta" in rope:
+        out["rope"] = {"dim": int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2 * 2, "base": float(rope["rope_theta"])}
+    return out
+
+
+class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a TieredCache."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, owner: TieredCache, index: int) -> None:
+        self.owner, self.index, self.length = owner, index, 0
+        super().__init__()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.owner._begin(key_states.shape[0])
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
+               **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized or self.length == 0:
+            self.lazy_initialization(key_states, value_states)
+        self.owner._check_batch(key_states.shape[0])
+        if self.owner.attends:
+            self.length += key_states.shape[-2]
+            note = key_states.detach()
+            setattr(note, _NOTE, self)
+            _handed.layer = self
+            return note, value_states
+        if any(self.owner.pads):
+            raise _unsupported("the cache has no padding, so only the attention function %r can go on" % NAME)
+        k, v, n = _packed(key_states), _packed(value_states), key_states.shape[-2]
+        for start in range(0, n, self.owner.max_append):
+            self._append(k, v, start, min(n, start + self.owner.max_append), self.length)
+        self.length += n
+        keys, values = self._decode()
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+    def _decode(self) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Returns all keys and values, [batch][heads][length][dim]. Rows are padded on the left with zeros."""
+        pairs = [self.owner.tiered.read(self.index, seq=seq) for seq in self.owner.rows]
+        sides = []
+        for side in (0, 1):
+            rows = [torch.from_numpy(pair[side]).transpose(0, 1) for pair in pairs]
+            sides.append(torch.stack([torch.nn.functional.pad(x, (0, 0, self.length - x.shape[1], 0)) for x in rows]))
+        return sides[0], sides[1]
+
+    @property
+    def keys(self) -> Optional[torch.Tensor]:  # decoded, for code that looks into caches
+        return self._decode()[0] if self.length else None
+
+    @keys.setter
+    def keys(self, value: Optional[torch.Tensor]) -> None:
+        self._refuse_write(value)
+
+    @property
+    def values(self) -> Optional[torch.Tensor]:
+        return self._decode()[1] if self.length else None
+
+    @values.setter
+    def values(self, value: Optional[torch.Tensor]) -> None:
+        self._refuse_write(value)
+
+    @staticmethod
+    def _refuse_write(value: Optional[torch.Tensor]) -> None:
+        if value is not None:
+            raise _unsupported("keys and values of a TieredCache can be read, but not replaced")
+
+    @property
+    def batch_size(self) -> int:
+        if not self.length:
+            raise AttributeError("batch_size")
+        return len(self.owner.rows)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> Tuple[int, int]:
+        return self.length + query_length, 0
+
+    def reset(self) -> None:
+        raise _unsupported("reset the cache, not one layer")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise _unsupported("reorder the cache, not one layer")
+
+    def _entries(self, start: int, end: int, before: int) -> list[Tuple[int, int, int]]:
+        """Returns sequence, batch row and first token of the new tokens start to end - 1, padding left out."""
+        firsts = [max(start, pad - before) for pad in self.owner.pads]
+        return [(seq, row, first) for row, (seq, first) in enumerate(zip(self.owner.rows, firsts)) if first < end]
+
+    def _append(self, k: torch.Tensor, v: torch.Tensor, start: int, end: int, before: int) -> None:
+        """Appends the new tokens start to end - 1 of [batch][n][heads][dim]. before: tokens of transformers' before them."""
+        n, entries = k.shape[1], self._entries(start, end, before)
+        if not entries:
+            return
+        batch = ffi.new("tkv_rows[]", [(seq, end - first) for seq, _, first in entries])  # cffi keeps no pointer alive
+        firsts = ffi.new("int[]", [row * n + first for _, row, first in entries])
+        p = ffi.new("tkv_append_params *", {
+            "layer": self.index, "batch": batch, "n_batch": len(entries), "first_rows": firsts, "k": _pointer(k),
+            "v": _pointer(v), "k_type": _TYPES[k.dtype], "v_type": _TYPES[v.dtype]})
+        self.owner.tiered._call(lib.tkv_append_ex, p)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Optional[torch.Tensor], causal: bool,
+               **options: Any) -> torch.Tensor:
+        """Appends the new keys and values, and returns attention of their queries, [batch][n][heads][dim]."""
+        q, k, v = _packed(query), _packed(key), _packed(value)
+        batch, n = q.shape[:2]
+        before = self.length - n
+        bias = None if mask is None else self._read_mask(mask, before, n)
+        if bias is not None and bias.shape[1] > 1:  # it says which later tokens a query sees, too
+            later = torch.ones(n, n, dtype=torch.bool).triu(1)
+            causal = causal and not bool((bias[:, :, before:before + n].gt(-1e30) & later).any())
+        out = torch.zeros(batch, n, q.shape[2], v.shape[3], dtype=q.dtype)
+        step = self.owner.max_append
+        for start in range(0, n, step):
+            self._append(k, v, start, min(n, start + step), before)
+            if causal:
+                self._attend(q, out, bias, start, min(n, start + step), before, causal, options)
+        if not causal:
+            self._attend(q, out, bias, 0, n, before, causal, options)
+        return out
+
+    def _attend(self, q: torch.Tensor, out: torch.Tensor, bias: Optional[torch.Tensor], start: int, end: int, before: int,
+                causal: bool, options: dict[str, Any]) -> None:
+        n, entries = q.shape[1], self._entries(start, end, before)
+        if not entries:
+            return
+        batch = ffi.new("tkv_rows[]", [(seq, end - first) for seq, _, first in entries])
+        firsts = ffi.new("int[]", [row * n + first for _, row, first in entries])
+        p = ffi.new("tkv_attend_params *", {
+            "layer": self.index, "batch": batch, "n_batch": len(entries), "first_rows": firsts, "q": _pointer(q),
+            "q_type": _TYPES[q.dtype], "out": _pointer(out), "out_type": _TYPES[out.dtype], "non_causal": not causal, **options})
+        if bias is not None:  # the columns of each row begin behind its padding
+            table = torch.full((q.shape[0], n, self.length), -torch.inf)
+            for row, pad in enumerate(self.owner.pads):
+                table[row, :, :self.length - pad] = bias[min(row, len(bias) - 1), :, pad:]
+            p.mask, p.mask_stride = _pointer(table), self.length
+        self.owner.tiered._attend(p)
+
+    def _read_mask(self, mask: torch.Tensor, before: int, n: int) -> Optional[torch.Tensor]:
+        """Returns a mask as numbers for the logits, [batch or 1][n or 1][length], and notes new padding. None: nothing but
+        padding is hidden."""
+        if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[-1] < self.length or mask.shape[-2] not in (1, n):
+            raise _unsupported("a mask of shape %r is not supported: it must be [batch][1][%d][%d or more]"
+                               % (tuple(mask.shape), n, self.length))
+        mask = mask[:, 0, :, :self.length]
+        if mask.dtype == torch.bool and mask.shape[1] == 1:  # make_mask: which tokens are seen by all later ones
+            seen = mask[:, 0].expand(len(self.owner.rows), -1)
+            hidden = [int(x) for x in (seen.cumsum(1) == 0).sum(1)]
+            for row, seq in enumerate(self.owner.rows):
+                if self.owner.tiered.length(seq, self.index) == 0:
+                    self.owner.pads[row] = min(hidden[row], self.length)
+            if all(int(x.sum()) == self.length - pad for x, pad in zip(seen, self.owner.pads)):
+                return None
+        if mask.dtype == torch.bool:
+            return torch.where(mask, 0.0, -torch.inf)
+        return torch.where(mask <= torch.finfo(mask.dtype).min, -torch.inf, mask.float())
+
+
+class TieredCache(HFCache):  # type: ignore[misc]
+    """The cache of a model for `past_key_values`. Each row of a batch is a sequence of one tieredkv.Cache, `tiered`.
+
+    config      the config of the model, or the model
+    max_batch   most rows that the cache will have, as by beams; 0: those of the first batch, 16 at least
+    threads     threads of one call of attention
+    keywords    the plan, as in tieredkv.Config: preset="compact", hot_tokens=256, budget={"bytes": "512M"}
+    """
+
+    def __init__(self, config: Any, *, max_batch: int = 0, threads: int = 1, **keywords: Value) -> None:
+        self.model_config = getattr(config, "config", config).get_text_config(decoder=True)
+        described = describe_model(self.model_config)
+        layers = keywords.pop("layers", None)
+        if layers is not None and "layers" in described:
+            raise _unsupported("layers of this model have windows, so `layers` is taken")
+        self.keywords: dict[str, Any] = {**described, **keywords, **({} if layers is None else {"layers": layers})}
+        checked = Config(**self.keywords)  # raises now, and not in the first forward pass
+        self.max_batch, self.threads, self.max_append = max_batch, threads, checked.max_append
+        self.rows: list[int] = []  # the sequence of each row of the batch
+        self.pads: list[int] = []  # tokens of left padding of each row, which are not stored
+        self._tiered: Optional[Cache] = None
+        super().__init__(layers=[TieredLayer(self, i) for i in range(described["n_layers"])])
+
+    @property
+    def tiered(self) -> Cache:
+        """The tieredkv.Cache, for reports. It exists after the first tokens."""
+        if self._tiered is None:
+            raise make_error(lib.TKV_ERR_STATE, "the cache has no tokens yet")
+        return self._tiered
+
+    @property
+    def attends(self) -> bool:
+        """Whether the model uses the attention function of this module."""
+        return bool(self.model_config._attn_implementation == NAME)
+
+    def _begin(self, batch: int) -> None:
+        """Gives each row a sequence, before the first token."""
+        if self.rows and any(layer.length for layer in self.layers):
+            return
+        if self._tiered is None:
+            self.max_batch = self.max_batch or max(16, batch)
+            self._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": self.max_batch})
+        self._check_room(batch)
+        self.reset()
+        self.rows, self.pads = list(range(batch)), [0] * batch
+
+    def _check_room(self, batch: int) -> None:
+        if batch > self.max_batch:
+            raise make_error(lib.TKV_ERR_CAPACITY, "the batch has %d rows, and max_batch is %d" % (batch, self.max_batch))
+
+    def _check_batch(self, batch: int) -> None:
+        if batch != len(self.rows):
+            raise make_error(lib.TKV_ERR_ARG, "the batch has %d rows, and the cache has %d" % (batch, len(self.rows)))
+
+    def reset(self) -> None:
+        """Empties the cache. The next batch may have another size. Learned tables stay."""
+        for seq in range(self.max_batch if self._tiered is not None else 0):
+            self.tiered.reset(seq)
+        for layer in self.layers:
+            layer.length = 0
+        self.rows, self.pads = [], []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the newest -tokens_to_remove tokens of each row."""
+        if tokens_to_remove > 0:
+            raise make_error(lib.TKV_ERR_ARG, "tokens_to_remove is %d, and must be 0 or less" % tokens_to_remove)
+        length = max(0, self.get_seq_length() + tokens_to_remove)
+        for row, seq in enumerate(self.rows):
+            self.tiered.truncate(seq, max(0, length - self.pads[row]))
+            self.pads[row] = min(self.pads[row], length)
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+    def _select(self, chosen: Sequence[int]) -> None:
+        """Makes the chosen rows the batch. A row that is chosen again is forked: it shares its blocks."""
+        if not self.rows or list(chosen) == list(range(len(self.rows))):
+            return
+        self._check_room(len(chosen))
+        for row in set(range(len(self.rows))) - set(chosen):
+            self.tiered.reset(self.rows[row])
+        taken = {self.rows[row] for row in chosen}
+        free = [seq for seq in range(self.max_batch) if seq not in taken]
+        rows: list[int] = []
+        for row in chosen:
+            seq = self.rows[row]
+            if seq in rows:
+                dst = free.pop(0)
+                self.tiered.fork(seq, dst)
+                seq = dst
+            rows.append(seq)
+        self.rows, self.pads = rows, [self.pads[row] for row in chosen]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Takes the rows of a beam search."""
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows."""
+        self._select(torch.arange(len(self.rows))[indices].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        self._select([row for row in range(len(self.rows)) for _ in range(repeats)])
+
+    def __deepcopy__(self, memo: Any) -> TieredCache:
+        """A copy in other memory, as chats make it of a prompt."""
+        other = TieredCache(self.model_config, max_batch=self.max_batch, threads=self.threads)
+        other.keywords, other.max_append = dict(self.keywords), self.max_append
+        if self._tiered is not None:
+            other._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": self.max_batch})
+            other._tiered.load(self._tiered.save(None), None)
+        other.rows, other.pads = list(self.rows), list(self.pads)
+        for mine, its in zip(self.layers, other.layers):
+            its.length, its.is_initialized = mine.length, mine.is_initialized
+        return other
+
+    def __repr__(self) -> str:
+        return "TieredCache(%d layers, %d rows, %d tokens)" % (len(self.layers), len(self.rows), self.get_seq_length())
+
+
+def make_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, kv_offset: int = 0,
+              attention_mask: Optional[torch.Tensor] = None, allow_is_causal_skip: bool = True, config: Any = None,
+              **options: Any) -> Optional[torch.Tensor]:
+    """The mask for attention_forward. A causal mask is None. With padding it is bool [batch][1][1][kv_length]: the tokens that
+    all later ones see. Any other mask is that of sdpa, [batch][1][q_length][kv_length]."""
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if allow_is_causal_skip and not chunked:
+        if attention_mask is None or bool(attention_mask.all()):
+            return None
+        more = max(0, kv_offset + kv_length - attention_mask.shape[-1])
+        seen = torch.nn.functional.pad(attention_mask.bool(), (0, more))[:, kv_offset:kv_offset + kv_length]
+        return seen[:, None, None, :]
+    mask: Optional[torch.Tensor] = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask,
+                                             allow_is_causal_skip=False, config=config, **options)
+    return mask
+
+
+def _attend_without_cache(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                          mask: Optional[torch.Tensor], causal: bool, window: int, **options: Any) -> torch.Tensor:
+    """Attention over keys that are not in a TieredCache, by sdpa."""
+    n, length = query.shape[2], key.shape[2]
+    if mask is None or (mask.dtype == torch.bool and mask.shape[-2] == 1):
+        rows, columns = torch.arange(length - n, length)[:, None], torch.arange(length)[None, :]
+        sees = (columns <= rows) if causal else torch.ones(n, length, dtype=torch.bool)
+        if window:
+            sees = sees & (columns > rows - window)
+        mask = sees[None, None] if mask is None else mask & sees[None, None]
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=False, **options)[0]
+
+
+def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      attention_mask: Optional[torch.Tensor], dropout: float = 0.0, scaling: Optional[float] = None,
+                      is_causal: Optional[bool] = None, softcap: Optional[float] = None, sliding_window: Optional[int] = None,
+                      s_aux: Optional[torch.Tensor] = None, position_bias: Optional[torch.Tensor] = None,
+                      **kwargs: Any) -> Tuple[torch.Tensor, None]:
+    """The attention function of transformers: appends and attends in the TieredCache that key came from."""
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    layer, handed = getattr(key, _NOTE, None), getattr(_handed, "layer", None)
+    _handed.layer = None
+    if layer is not handed:
+        raise _unsupported("the model changes keys between its cache and its attention, so their layer is not known")
+    if layer is None:
+        if softcap is not None or s_aux is not None:
+            raise _unsupported("softcap and learned sinks need a TieredCache")
+        return _attend_without_cache(module, query, key, value, attention_mask, causal, sliding_window or 0, dropout=dropout,
+                                     scaling=scaling, position_bias=position_bias), None
+    if position_bias is not None or dropout or (module.training and query.requires_grad):
+        raise _unsupported("a position_bias, dropout and training are not supported by a TieredCache")
+    options: dict[str, Any] = {"scale": scaling or 0.0, "softcap": softcap or 0.0, "window": sliding_window or 0}
+    sinks = None if s_aux is None else s_aux.detach().float().contiguous()
+    if sinks is not None:
+        options["sink_logits"] = ffi.cast("float *", sinks.data_ptr())
+    return layer.attend(query, key, value, attention_mask, causal, **options), None
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, make_mask)
