@@ -806,6 +806,8 @@ typedef struct tkv_attend_params {
     const void *mask;
     tkv_type mask_type;
     ptrdiff_t mask_stride; /* in elements */
+    ptrdiff_t
+        mask_head_stride; /* 0, or elements from one query head's mask to the next: relative biases of T5 */
     /* NULL, or the column of the mask for each key, by index, in the place of the index itself: for engines whose masks
      * have a column for each cell of their cache. From 0 to mask_stride - 1. Each entry of the batch has an array of
      * mask_cells_stride numbers; 0: the longest sequence's length. */
@@ -837,6 +839,13 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
+/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Calls that only read leave no sentence
+ * in the cache, since several threads may make them.
+ *   reason   [size] or NULL: the sentence, cut to size; "" if the call is valid. With TKV_NO_REPORTS the text of the
+ *            status
+ * Errors: as tkv_attend_ex, those that only reading a block would find excepted. Cost: as a call without rows. */
+TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_params *p, char *reason,
+                                       size_t size);
 
 /* >>parts. Attention by threads of an engine, without cfg.host.parallel_for: each thread, or each job of a queue, calls
  * tkv_attend_part once, with the same parameters and its own number. Parts may run in any order, at the same time or

@@ -229,6 +229,7 @@
 #define tkv_token_state TKV_NAME_(tkv_token_state)
 #define tkv_type TKV_NAME_(tkv_type)
 #define tkv_update_importance TKV_NAME_(tkv_update_importance)
+#define tkv_validate_attend TKV_NAME_(tkv_validate_attend)
 #define tkv_validate_config TKV_NAME_(tkv_validate_config)
 #define tkv_write_bytes TKV_NAME_(tkv_write_bytes)
 #endif

@@ -578,6 +578,15 @@ static tkv_status attend_after_bytes(tkv_cache *kv, const tkv_attend_params *p) 
     return st ? st : bytes <= sizeof part_space ? attend_in_one_part(kv, p) : TKV_ERR_BROKEN;
 }
 
+/* tkv_validate_attend has the status of the call, and a sentence where that is an error. */
+static tkv_status attend_if_valid(tkv_cache *kv, const tkv_attend_params *p) {
+    char reason[128] = "not written";
+    const tkv_status valid = tkv_validate_attend(kv, p, reason, sizeof reason), st = tkv_attend_ex(kv, p);
+    CHECK_EQ(valid, st);
+    CHECK_MSG(!st == !reason[0], "status %d: %s", (int)st, reason);
+    return st;
+}
+
 static int attend_part(rig *r, int part, int n_parts) {
     tkv_attend_params p;
     memset(&p, 0, sizeof p);
@@ -714,6 +723,7 @@ static void try_reading(rig *r) {
     SAFE("tkv_attend", "n", EVERY, LENGTH, "AAA*RR", tkv_attend(r->kv, 0, 0, q_in, x, r->o.out));
     try_attention(r, "tkv_attend_ex", tkv_attend_ex);
     try_attention(r, "tkv_attend_reference", tkv_attend_reference);
+    try_attention(r, "tkv_validate_attend", attend_if_valid);
     try_attention(r, "tkv_attend_part", attend_in_one_part);
     try_attention(r, "tkv_get_attend_bytes", attend_after_bytes);
     SAFE("tkv_attend_part", "part", EVERY, 2, "AAA*AA", attend_part(r, x, 3));

@@ -252,13 +252,14 @@ static double read_element(const void *data, tkv_type type, ptrdiff_t at) {
     return float_of_half(type, ((const uint16_t *)data)[at]);
 }
 
-static int is_visible(const tkv_attend_params *p, int window, int sinks, ptrdiff_t mask_stride, int row,
-                      int pos, int j, int len) {
+/* mask_at: where the row's numbers begin in the mask */
+static int is_visible(const tkv_attend_params *p, int window, int sinks, ptrdiff_t mask_at, int row, int pos,
+                      int j, int len) {
     int bit = j - (len - p->n_mask_bits);
     ptrdiff_t words = p->mask_bits_stride ? p->mask_bits_stride : (p->n_mask_bits + 63) / 64;
     if (!p->non_causal && j > pos) return 0;
     if (window && j <= pos - window && j >= sinks) return 0;
-    if (p->mask && ((const float *)p->mask)[row * mask_stride + j] <= -1e30f) return 0;
+    if (p->mask && ((const float *)p->mask)[mask_at + j] <= -1e30f) return 0;
     if (p->mask_bits && bit >= 0 && !(p->mask_bits[row * words + bit / 64] >> (bit % 64) & 1u)) return 0;
     return 1;
 }
@@ -309,6 +310,7 @@ static oracle_result compute_oracle(fixture *f, const tkv_attend_params *p, int 
                 const float *v = (exact ? sequence->v : sequence->dv) + head / heads_per_kv_head * dv;
                 double *out = a.out + (row * heads + head) * dv;
                 int pos = sequence->len - rows[item].n + query, sees_a_key = 0;
+                const ptrdiff_t mask_at = row * mask_stride + head * p->mask_head_stride;
                 top = -1e300;
                 sum = 0.0;
                 for (c = 0; c < dk; c++)
@@ -316,7 +318,7 @@ static oracle_result compute_oracle(fixture *f, const tkv_attend_params *p, int 
                 for (j = 0; j < sequence->len; j++) {
                     const float *key = k + j * f->cfg.model.n_kv_heads * dk;
                     weight[j] = -1e300;
-                    if (!is_visible(p, window, n_window_sinks(f, p->layer), mask_stride, row, pos, j,
+                    if (!is_visible(p, window, n_window_sinks(f, p->layer), mask_at, row, pos, j,
                                     sequence->len))
                         continue;
                     weight[j] = 0.0;
@@ -325,7 +327,7 @@ static oracle_result compute_oracle(fixture *f, const tkv_attend_params *p, int 
                     if (p->softcap > 0.0f)
                         weight[j] = (double)p->softcap * tanh(weight[j] / (double)p->softcap);
                     if (p->alibi_slopes) weight[j] += (double)p->alibi_slopes[head] * (double)(j - pos);
-                    if (p->mask) weight[j] += (double)((const float *)p->mask)[row * mask_stride + j];
+                    if (p->mask) weight[j] += (double)((const float *)p->mask)[mask_at + j];
                     a.max_logit = larger(a.max_logit, fabs(weight[j]));
                     top = larger(top, weight[j]);
                     sees_a_key = 1;
@@ -1158,13 +1160,13 @@ TEST(scale_softcap_alibi_sinks) { for_each_kind(check_logits); }
 static void check_masks(fixture *f, cache_kind kind) {
     enum { N = 5, STRIDE = 311 };
     tkv_attend_params plain, p;
-    float *mask = allocate_floats(N * STRIDE);
+    float *mask = allocate_floats(4 * N * STRIDE);
     void *q;
     int i, j;
     memset(&plain, 0, sizeof plain);
     plain.n = N;
     q = make_queries(f, &plain, N, TKV_TYPE_F32, PACKED, 1.0);
-    for (i = 0; i < N * STRIDE; i++) {
+    for (i = 0; i < 4 * N * STRIDE; i++) {
         j = tkv_rng_below(&f->rng, 8);
         mask[i] = j == 0   ? tkv_test_float(0xff800000u)
                   : j == 1 ? -3e38f
@@ -1177,6 +1179,9 @@ static void check_masks(fixture *f, cache_kind kind) {
     p.mask = mask;
     p.mask_stride = STRIDE;
     check_param(f, kind, &p, &plain, "mask with a stride");
+    p.mask_head_stride = N * STRIDE;
+    check_param(f, kind, &p, &plain, "a mask for each head");
+    p.mask_head_stride = 0;
     p.mask_stride = 0;
     check_param(f, kind, &p, &plain, "mask, packed");
     /* Row 0 sees all keys, row 2 one key, row 4 the first and last keys. Rows 1 and 3 see none. */
@@ -2059,6 +2064,64 @@ TEST(bad_arguments) {
     close_fixture(&f);
 }
 
+/* Each refused call has a sentence with its number; a valid one has none. */
+TEST(sentences_of_refused_calls) {
+    static const int negative[1] = {-2}, far[1] = {1 << 30}, zero[1] = {0}, cells[400] = {0, 1, 2, 77};
+    static const float slopes[4] = {0.5f, 0.5f, (float)HUGE_VAL, 0.5f};
+    static float out[2 * 4 * 48], scores[600], mask[600];
+    char reason[160];
+    tkv_attend_params good, p;
+    tkv_cache *kv;
+    fixture f;
+    void *q;
+    if (!open_kind(&f, KIVI_TIERS)) return;
+    kv = f.kv;
+    memset(&good, 0, sizeof good);
+    good.n = 1;
+    q = make_queries(&f, &good, 2, TKV_TYPE_F32, PACKED, 1.0);
+    good.out = out;
+#define REFUSED(change, status, sentence)                                                                    \
+    do {                                                                                                     \
+        p = good;                                                                                            \
+        (void)(change);                                                                                      \
+        CHECK_EQ(tkv_validate_attend(kv, &p, reason, sizeof reason), status);                                \
+        CHECK_MSG(strcmp(reason, sentence) == 0, "\"%s\" is not \"%s\"", reason, sentence);                  \
+        CHECK_EQ(tkv_attend_ex(kv, &p), status);                                                             \
+    } while (0)
+    REFUSED(0, TKV_OK, "");
+    REFUSED(p.layer = 7, TKV_ERR_ARG, "there is no layer 7 with a cache");
+    REFUSED(p.seq = -3, TKV_ERR_ARG, "there is no sequence -3");
+    REFUSED(p.n = -1, TKV_ERR_ARG, "n is -1");
+    REFUSED(p.n = 30000, TKV_ERR_RANGE, "more queries than tokens: append to sequence 0 first");
+    REFUSED(p.window = -5, TKV_ERR_ARG, "window is -5");
+    REFUSED(p.first_kv_head = 9, TKV_ERR_ARG, "first_kv_head and n_kv_heads reach beyond 2 KV heads");
+    REFUSED(p.first_rows = negative, TKV_ERR_ARG, "first_rows has -2");
+    REFUSED(p.first_queries = negative, TKV_ERR_ARG, "first_queries has -2");
+    REFUSED(p.row_ends = zero, TKV_ERR_ARG,
+            "row_ends has 0: more than the index of the query, at most the length");
+    REFUSED(p.query_positions = far, TKV_ERR_ARG, "query_positions has 1073741824: 0 to 2^30 - 1");
+    REFUSED((p.query_positions = zero, p.row_ends = zero), TKV_ERR_ARG,
+            "query_positions exclude first_queries and row_ends");
+    REFUSED(p.q = NULL, TKV_ERR_ARG, "q or out is missing");
+    REFUSED(p.scores = scores, TKV_ERR_ARG, "scores need lse");
+    REFUSED((p.scores = scores, p.lse = out, p.score_stride = 1), TKV_ERR_ARG,
+            "score_stride is 1: less than the longest length");
+    REFUSED(p.q_type = (tkv_type)3, TKV_ERR_ARG, "q_type is 3: no tkv_type");
+    REFUSED(p.softcap = -1.0f, TKV_ERR_ARG, "softcap is negative or not finite");
+    REFUSED(p.scale = (float)HUGE_VAL, TKV_ERR_ARG, "scale is not finite");
+    REFUSED(p.alibi_slopes = slopes, TKV_ERR_ARG, "the slope of head 2 is not finite");
+    REFUSED((p.mask = mask, p.mask_cells = cells, p.mask_stride = 77), TKV_ERR_ARG,
+            "mask_cells has 77: 0 to mask_stride - 1");
+#undef REFUSED
+    CHECK_EQ(tkv_validate_attend(NULL, &good, reason, sizeof reason), TKV_ERR_ARG);
+    CHECK_STR(reason, "the cache or the parameters are missing");
+    CHECK_EQ(tkv_validate_attend(kv, NULL, reason, 10), TKV_ERR_ARG);
+    CHECK_STR(reason, "the cache");
+    CHECK_EQ(tkv_validate_attend(kv, NULL, NULL, 0), TKV_ERR_ARG);
+    free(q);
+    close_fixture(&f);
+}
+
 /* >>errors of formats: the output with all tokens in one format, compared with exact K and V */
 enum { N_LOSS_KINDS = 5 }; /* gauss, peaked, needles, large keys, large values */
 
@@ -2349,6 +2412,7 @@ int main(int argc, char **argv) {
     RUN(covering_array_of_cases);
     RUN(second_limb_rule);
     RUN(format_errors);
+    RUN(sentences_of_refused_calls);
     RUN(reference_in_every_format);
     RUN(types_and_layouts);
     RUN(scale_softcap_alibi_sinks);

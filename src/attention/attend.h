@@ -65,10 +65,12 @@ typedef struct tkvi_call {
     int n_rows, window;
     int heads_per_kv;
     int first_kv_head, n_kv_heads; /* those of the call */
-    const tkvi_prefill *many;      /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
-    int tile;                      /* rows of a work tile */
-    int most_splits;               /* of a work tile */
-    int view_rows; /* most rows that consumers see at once: 8, or fewer to keep queries whole */
+    const char *why[2]; /* why the call is refused: what stands before a number, and what stands after it */
+    int64_t number;
+    const tkvi_prefill *many; /* prefill kernels; NULL: work tiles of at most TKVI_ROWS rows */
+    int tile;                 /* rows of a work tile */
+    int most_splits;          /* of a work tile */
+    int view_rows;            /* most rows that consumers see at once: 8, or fewer to keep queries whole */
     float scale;
     ptrdiff_t q_row, q_head, out_row, out_head, mask_stride, cells_stride, bits_stride, score_stride;
     tkvi_fetch_buffer *room; /* the task's buffer for offloaded records; NULL: no block is offloaded */
@@ -152,32 +154,112 @@ static int tkvi_newest_position(const tkv_attend_params *p, int item, int before
     return newest;
 }
 
-/* 1 if first_rows, row_ends and query_positions are valid for a batch entry. first: index of its first query. len:
- * tokens of the sequence. */
-static int tkvi_are_rows_valid(const tkv_attend_params *p, int item, int before, int first, int n, int len) {
+/* Refuses the call with a sentence: `what`, the number, `more`. */
+static tkv_status tkvi_refuse_call(tkvi_call *c, tkv_status st, const char *what, int64_t number,
+                                   const char *more) {
+    if (!TKVI_HAS_REPORTS) return st;
+    c->why[0] = what;
+    c->why[1] = more;
+    c->number = number;
+    return st;
+}
+
+/* Checks first_rows, row_ends and query_positions of a batch entry. first: index of its first query. len: tokens of
+ * the sequence. */
+static tkv_status tkvi_check_row_params(tkvi_call *c, int item, int before, int first, int n, int len) {
+    const tkv_attend_params *p = c->p;
     int query;
-    if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n)) return 0;
+    if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n))
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "first_rows has", p->first_rows[item], "");
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
         const int end = p->row_ends[tkvi_first_row(p, item, before) + query];
-        if (end <= first + query || end > len) return 0;
+        if (end <= first + query || end > len)
+            return tkvi_refuse_call(c, TKV_ERR_ARG, "row_ends has", end,
+                                    ": more than the index of the query, at most the length");
     }
     for (query = 0; p->query_positions && query < n; query++) {
         const int position = p->query_positions[tkvi_first_row(p, item, before) + query];
-        if (position < 0 || position >= TKVI_POSITIONS) return 0;
+        if (position < 0 || position >= TKVI_POSITIONS)
+            return tkvi_refuse_call(c, TKV_ERR_ARG, "query_positions has", position, ": 0 to 2^30 - 1");
     }
-    return 1;
+    return TKV_OK;
 }
 
-/* 1 if all columns of mask_cells are in the mask. */
-static int tkvi_are_cells_valid(const tkvi_call *c) {
+/* Checks that all columns of mask_cells are in the mask. */
+static tkv_status tkvi_check_cells(tkvi_call *c) {
     int item, j;
     for (item = 0; item < c->n_rows; item++) {
         const int len = tkvi_list_of(c->kv, c->rows[item].seq, c->plan->stored_layer)->len;
         const int *cells = c->p->mask_cells + item * c->cells_stride;
         for (j = 0; j < len; j++)
-            if (cells[j] < 0 || cells[j] >= c->mask_stride) return 0;
+            if (cells[j] < 0 || cells[j] >= c->mask_stride)
+                return tkvi_refuse_call(c, TKV_ERR_ARG, "mask_cells has", cells[j], ": 0 to mask_stride - 1");
     }
-    return 1;
+    return TKV_OK;
+}
+
+/* Checks what its sequence must have for an entry of the batch. before: queries of the entries before it. */
+static tkv_status tkvi_check_call_entry(tkvi_call *c, int item, int before) {
+    const tkv_cache *kv = c->kv;
+    const tkv_attend_params *p = c->p;
+    const int seq = c->rows[item].seq, n = c->rows[item].n, layer = c->plan->stored_layer;
+    const tkvi_list *list;
+    tkv_status st;
+    int oldest; /* least index that a query sees */
+    int len, first, end;
+    if (seq < 0 || seq >= kv->tables.cfg.limits.max_seqs)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "there is no sequence", seq, "");
+    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "");
+    list = tkvi_list_of(kv, seq, layer);
+    len = list->len;
+    first = tkvi_first_query(c, item);
+    if (p->first_queries && first < 0)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "first_queries has", first, "");
+    if (p->first_queries ? n > len - first : !p->non_causal && first < 0)
+        return tkvi_refuse_call(c, TKV_ERR_RANGE, "more queries than tokens: append to sequence", seq,
+                                " first");
+    st = tkvi_check_row_params(c, item, before, first, n, len);
+    if (st) return st;
+    /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
+    oldest =
+        tkvi_oldest_seen(kv, seq, layer, first, n, c->window,
+                         p->query_positions ? p->query_positions + tkvi_first_row(p, item, before) : NULL);
+    if (list->expired && n && oldest < list->expired)
+        return tkvi_refuse_call(c, TKV_ERR_RANGE, "a query sees expired tokens of sequence", seq, "");
+    end = p->non_causal || p->row_ends ? len : tkvi_min(len, first + n);
+    if (p->query_positions && !p->non_causal && !tkvi_has_moved(list))
+        end = tkvi_min(len, tkvi_newest_position(p, item, before, n) + 1);
+    if (TKVI_HAS_DISCARD && kv->pool.n_discarded && n && tkvi_sees_discarded(kv, seq, layer, oldest, end))
+        return tkvi_refuse_call(c, TKV_ERR_NO_SOURCE, "a query sees discarded tokens of sequence", seq,
+                                ": tkv_seq_recompute brings them back");
+    return TKV_OK;
+}
+
+/* Checks all parameters that are not of one entry of the batch. longest: tokens of the longest sequence. */
+static tkv_status tkvi_check_params(tkvi_call *c, int longest) {
+    const tkv_attend_params *p = c->p;
+    int i;
+    if (!p->q || !p->out) return tkvi_refuse_call(c, TKV_ERR_ARG, "q or out is missing", 0, NULL);
+    if (p->scores && !p->lse) return tkvi_refuse_call(c, TKV_ERR_ARG, "scores need lse", 0, NULL);
+    if ((unsigned)p->q_type > TKV_TYPE_BF16)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "q_type is", p->q_type, ": no tkv_type");
+    if ((unsigned)p->out_type > TKV_TYPE_BF16)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "out_type is", p->out_type, ": no tkv_type");
+    if ((unsigned)p->mask_type > TKV_TYPE_BF16)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "mask_type is", p->mask_type, ": no tkv_type");
+    if (p->n_mask_bits < 0 ||
+        (p->mask_bits && (!p->n_mask_bits || p->n_mask_bits > c->kv->tables.cfg.limits.max_tokens)))
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "n_mask_bits is", p->n_mask_bits, ": 1 to limits.max_tokens");
+    if (!tkvi_is_finite(p->scale)) return tkvi_refuse_call(c, TKV_ERR_ARG, "scale is not finite", 0, NULL);
+    if (!tkvi_is_finite(p->softcap) || p->softcap < 0.0f)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "softcap is negative or not finite", 0, NULL);
+    for (i = 0; p->alibi_slopes && i < c->plan->geometry.n_heads; i++)
+        if (!tkvi_is_finite(p->alibi_slopes[i]))
+            return tkvi_refuse_call(c, TKV_ERR_ARG, "the slope of head", i, " is not finite");
+    if (p->scores && c->score_stride < longest)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "score_stride is", c->score_stride,
+                                ": less than the longest length");
+    return p->mask && p->mask_cells ? tkvi_check_cells(c) : TKV_OK;
 }
 
 static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_params *p) {
@@ -185,9 +267,10 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     const tkvi_geometry *g;
     int i, longest = 0, n_queries = 0;
     int64_t rows = 0;
-    if (!kv || !p) return TKV_ERR_ARG;
-    cfg = &kv->tables.cfg;
     memset(c, 0, sizeof *c);
+    if (!kv || !p)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "the cache or the parameters are missing", 0, NULL);
+    cfg = &kv->tables.cfg;
     c->most_splits = TKVI_MAX_TILE_SPLITS;
     c->kv = kv;
     c->p = p;
@@ -195,56 +278,33 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->one.n = p->n;
     c->rows = p->batch ? p->batch : &c->one;
     c->n_rows = p->batch ? p->n_batch : 1;
-    if (p->layer < 0 || p->layer >= cfg->model.n_layers || c->n_rows < 0 || c->n_rows > cfg->limits.max_seqs)
-        return TKV_ERR_ARG;
+    if (p->layer < 0 || p->layer >= cfg->model.n_layers || kv->tables.plan[p->layer].stored_layer < 0)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "there is no layer", p->layer, " with a cache");
+    if (c->n_rows < 0 || c->n_rows > cfg->limits.max_seqs)
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "n_batch is", c->n_rows, ": 0 to limits.max_seqs");
     c->plan = &kv->tables.plan[p->layer];
-    if (c->plan->stored_layer < 0 || p->window < TKV_OFF) return TKV_ERR_ARG;
+    if (p->window < TKV_OFF) return tkvi_refuse_call(c, TKV_ERR_ARG, "window is", p->window, "");
     g = &c->plan->geometry;
     c->heads_per_kv = g->n_heads / g->n_kv_heads;
     c->first_kv_head = p->first_kv_head;
     if (p->first_kv_head < 0 || p->first_kv_head >= g->n_kv_heads || p->n_kv_heads < 0 ||
         p->n_kv_heads > g->n_kv_heads - p->first_kv_head)
-        return TKV_ERR_ARG;
-    if (p->query_positions && (p->first_queries || p->row_ends)) return TKV_ERR_ARG;
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "first_kv_head and n_kv_heads reach beyond", g->n_kv_heads,
+                                " KV heads");
+    if (p->query_positions && (p->first_queries || p->row_ends))
+        return tkvi_refuse_call(c, TKV_ERR_ARG, "query_positions exclude first_queries and row_ends", 0,
+                                NULL);
     c->n_kv_heads = p->n_kv_heads ? p->n_kv_heads : g->n_kv_heads - p->first_kv_head;
     c->tile = c->view_rows = tkvi_rows_of(tkvi_max(g->k_pad, g->v_pad));
     c->window = p->window == TKV_OFF ? 0 : p->window ? p->window : c->plan->window;
     for (i = 0; i < c->n_rows; i++) {
-        const tkvi_list *list;
-        int oldest; /* least index that a query sees */
-        int len, first, end;
-        if (c->rows[i].seq < 0 || c->rows[i].seq >= cfg->limits.max_seqs || c->rows[i].n < 0)
-            return TKV_ERR_ARG;
-        list = tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer);
-        len = list->len;
-        first = tkvi_first_query(c, i);
-        if (p->first_queries && first < 0) return TKV_ERR_ARG;
-        if (p->first_queries ? c->rows[i].n > len - first : !p->non_causal && first < 0) return TKV_ERR_RANGE;
-        if (!tkvi_are_rows_valid(p, i, n_queries, first, c->rows[i].n, len)) return TKV_ERR_ARG;
-        /* The first query's keys can have expired: the window is wider than the layer's, or the query too old. */
-        oldest = tkvi_oldest_seen(kv, c->rows[i].seq, c->plan->stored_layer, first, c->rows[i].n, c->window,
-                                  p->query_positions ? p->query_positions + tkvi_first_row(p, i, n_queries)
-                                                     : NULL);
-        if (list->expired && c->rows[i].n && oldest < list->expired) return TKV_ERR_RANGE;
-        end = p->non_causal || p->row_ends ? len : tkvi_min(len, first + c->rows[i].n);
-        if (p->query_positions && !p->non_causal && !tkvi_has_moved(list))
-            end = tkvi_min(len, tkvi_newest_position(p, i, n_queries, c->rows[i].n) + 1);
-        if (TKVI_HAS_DISCARD && kv->pool.n_discarded && c->rows[i].n &&
-            tkvi_sees_discarded(kv, c->rows[i].seq, c->plan->stored_layer, oldest, end))
-            return TKV_ERR_NO_SOURCE;
+        const tkv_status st = tkvi_check_call_entry(c, i, n_queries);
+        if (st) return st;
         rows += (int64_t)c->rows[i].n * g->n_heads;
-        if (rows > TKVI_FOREVER) return TKV_ERR_ARG;
+        if (rows > TKVI_FOREVER) return tkvi_refuse_call(c, TKV_ERR_ARG, "too many queries", 0, NULL);
         n_queries += c->rows[i].n;
-        longest = tkvi_max(longest, len);
+        longest = tkvi_max(longest, tkvi_list_of(kv, c->rows[i].seq, c->plan->stored_layer)->len);
     }
-    if (!p->q || !p->out || (p->scores && !p->lse)) return TKV_ERR_ARG;
-    if ((unsigned)p->q_type > TKV_TYPE_BF16 || (unsigned)p->out_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if ((unsigned)p->mask_type > TKV_TYPE_BF16) return TKV_ERR_ARG;
-    if (p->n_mask_bits < 0 || (p->mask_bits && !p->n_mask_bits)) return TKV_ERR_ARG;
-    if (p->mask_bits && p->n_mask_bits > cfg->limits.max_tokens) return TKV_ERR_ARG;
-    if (!tkvi_is_finite(p->scale) || !tkvi_is_finite(p->softcap) || p->softcap < 0.0f) return TKV_ERR_ARG;
-    for (i = 0; p->alibi_slopes && i < g->n_heads; i++)
-        if (!tkvi_is_finite(p->alibi_slopes[i])) return TKV_ERR_ARG;
     c->scale = p->scale != 0.0f ? p->scale : g->scale;
     c->q_head = p->q_head_stride ? p->q_head_stride : g->head_dim;
     c->q_row = p->q_row_stride ? p->q_row_stride : (ptrdiff_t)g->n_heads * g->head_dim;
@@ -252,11 +312,10 @@ static tkv_status tkvi_call_init(tkvi_call *c, tkv_cache *kv, const tkv_attend_p
     c->out_row = p->out_row_stride ? p->out_row_stride : (ptrdiff_t)g->n_heads * g->v_head_dim;
     c->mask_stride = p->mask_stride ? p->mask_stride : longest;
     c->cells_stride = p->mask_cells_stride ? p->mask_cells_stride : longest;
-    if (p->mask && p->mask_cells && !tkvi_are_cells_valid(c)) return TKV_ERR_ARG;
     c->bits_stride =
         p->mask_bits_stride ? p->mask_bits_stride : p->n_mask_bits / 64 + (p->n_mask_bits % 64 > 0);
     c->score_stride = p->score_stride ? p->score_stride : longest;
-    return p->scores && c->score_stride < longest ? TKV_ERR_ARG : TKV_OK;
+    return tkvi_check_params(c, longest);
 }
 
 /* Finds the consumers that take part in the call. */
@@ -757,11 +816,12 @@ static float tkvi_mask_bias(float m) {
     return m < -TKVI_HIDDEN ? m : -TKVI_HIDDEN;
 }
 
-/* What the call's mask adds to the logits of a row for the key with index j. */
-static float tkvi_mask_of(const tkvi_call *c, int item, int row, int j) {
+/* What the call's mask adds to the logit of a row and head for the key with index j. */
+static float tkvi_mask_of(const tkvi_call *c, int item, int row, int head, int j) {
     const tkv_attend_params *p = c->p;
     const ptrdiff_t column = p->mask_cells ? p->mask_cells[item * c->cells_stride + j] : j;
-    return tkvi_mask_bias(tkvi_element(p->mask, p->mask_type, row * c->mask_stride + column));
+    return tkvi_mask_bias(
+        tkvi_element(p->mask, p->mask_type, row * c->mask_stride + head * p->mask_head_stride + column));
 }
 
 /* The score s of row r for the key with index j in a block with this shift, after softcap, ALiBi and masks. The row
@@ -773,7 +833,7 @@ static float tkvi_adjust_score(const tkvi_work_tile *u, int r, float origin, int
     if (p->alibi_slopes)
         s += p->alibi_slopes[tkvi_head_of(u, r)] * (float)(j + shift - tkvi_row_position(u, r));
     if (p->mask) {
-        const float bias = tkvi_mask_of(u->call, u->item, row, j);
+        const float bias = tkvi_mask_of(u->call, u->item, row, tkvi_head_of(u, r), j);
         if (TKVI_IS_HIDDEN(bias)) return TKVI_HIDDEN;
         s += bias;
     }

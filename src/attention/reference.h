@@ -29,7 +29,7 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     if (!p->non_causal && (j >= end || (!by_index && of_key > of_query))) return 0.0;
     if (c->window && of_query - of_key >= c->window && !(c->plan->sees_sinks && is_sink)) return 0.0;
     if (p->mask) {
-        const float bias = tkvi_mask_of(c, item, row, j);
+        const float bias = tkvi_mask_of(c, item, row, head, j);
         if (TKVI_IS_HIDDEN(bias)) return 0.0;
         add = (double)bias;
     }

@@ -53,6 +53,12 @@
 #define TKVI_HAS_DISCARD 1
 #endif
 
+#ifdef TKV_NO_REPORTS
+#define TKVI_HAS_REPORTS 0
+#else
+#define TKVI_HAS_REPORTS 1
+#endif
+
 #if defined(TKV_CORE) || defined(TKV_NO_SAVE)
 #define TKVI_HAS_SAVE 0
 #else
