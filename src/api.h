@@ -920,6 +920,18 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  *                      its states
  * Cost: O(blocks of n_tokens), in all layers; and a copy of the anchors. */
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
+/* Beams, and rows of a batch: sequence first + i goes on from what sequence first + sources[i] had, for each i below n,
+ * all at once. Sequences may change places, several may go on from one, and those that are no source are released. A
+ * sequence that goes on from one that no other needs takes it over, at no cost; the others are forks, as by
+ * tkv_seq_fork. Scores, pins, named sinks, evictions and states go along. Reservations of all n end. The meter watches
+ * the same tokens as before, if any sequence takes them over.
+ *   sources   [n] 0 to n - 1: the beam_idx of PyTorch's beam search
+ * Errors, nothing changed (with a budget, blocks may be coded again):
+ *   TKV_ERR_STATE      a step of one of them is open
+ *   TKV_ERR_ARG        no such sequence, or n or a source is out of range
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for the forks, as in tkv_seq_fork
+ * Cost: O(blocks) of the forks, in all layers, for each of them; no block is copied, except those of anchors. */
+TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources, int n);
 /* Removes the tokens with positions first .. end - 1, in all layers; end TKV_UNLIMITED: all from `first` on. Other
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
  * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as

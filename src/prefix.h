@@ -204,6 +204,7 @@
 #define tkv_seq_put_state TKV_NAME_(tkv_seq_put_state)
 #define tkv_seq_recompute TKV_NAME_(tkv_seq_recompute)
 #define tkv_seq_remove TKV_NAME_(tkv_seq_remove)
+#define tkv_seq_reorder TKV_NAME_(tkv_seq_reorder)
 #define tkv_seq_reserve TKV_NAME_(tkv_seq_reserve)
 #define tkv_seq_reset TKV_NAME_(tkv_seq_reset)
 #define tkv_seq_save TKV_NAME_(tkv_seq_save)

@@ -135,6 +135,7 @@ extern "C" {
 #include "step/sinks.h"
 #include "step/states.h"
 #include "step/fork.h"
+#include "step/reorder.h"
 #include "step/turns.h"
 #include "step/move.h"
 #include "step/slide.h"

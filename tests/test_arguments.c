@@ -413,6 +413,14 @@ static int append_positions(rig *r, int x) {
     return tkv_append_ex(r->kv, &p);
 }
 
+/* Each of n sequences goes on from itself, the first one from `source`. */
+static int reorder(rig *r, int first, int n, int source) {
+    int sources[SEQS + 2], i;
+    for (i = 0; i < SEQS + 2; i++) sources[i] = i;
+    sources[0] = source;
+    return tkv_seq_reorder(r->kv, first, sources, n);
+}
+
 static int end_step(rig *r, tkv_status (*step)(tkv_cache *, int), int x) {
     tkv_status st;
     if (tkv_seq_begin(r->kv, 0) != TKV_OK) return TKV_ERR_BROKEN;
@@ -475,6 +483,9 @@ static void try_appends(rig *r) {
     EACH("tkv_seq_truncate", "n_tokens", EVERY, LENGTH, "AAAOOO", tkv_seq_truncate(r->kv, 0, x));
     EACH("tkv_seq_fork", "src", EVERY, SEQS, "AAAAAA", tkv_seq_fork(r->kv, x, 1, 0));
     EACH("tkv_seq_fork", "dst", EVERY, SEQS, "AAAAAA", tkv_seq_fork(r->kv, 0, x, 0));
+    EACH("tkv_seq_reorder", "first", EVERY, SEQS, "AAAAAA", reorder(r, x, 1, 0));
+    EACH("tkv_seq_reorder", "n", EVERY, SEQS, "AAAOAA", reorder(r, 0, x, 0));
+    EACH("tkv_seq_reorder", "sources[0]", EVERY, SEQS, "AAAAAA", reorder(r, 0, SEQS, x));
     EACH("tkv_seq_fork", "n_tokens", EVERY, LENGTH, "AOAOOO", tkv_seq_fork(r->kv, 0, 1, x));
     EACH("tkv_seq_remove", "seq", EVERY, SEQS, "AAAAAA", tkv_seq_remove(r->kv, x, 0, 0));
     EACH("tkv_seq_remove", "first", EVERY, LENGTH, "AAAOOO**", tkv_seq_remove(r->kv, 0, x, INT_MAX));

@@ -717,6 +717,42 @@ static tkv_status call_fork(int seq, int layer) {
     return st;
 }
 
+static tkv_status call_reorder(int seq, int layer) {
+    static model_sequence old[SEQS][LAYERS];
+    int old_state[SEQS][LAYERS], moved[SEQS], copies[SEQS], discards[SEQS], sources[SEQS];
+    const int first = rand_below(2), n = SEQS - first;
+    tkv_status st;
+    int i, is_open = 0;
+    (void)layer;
+    if (max_len(seq) < 70 && rand_below(2)) return TKV_OK;
+    allow_reclaim(seq);
+    sprintf(call.text, "reorder");
+    for (i = 0; i < n; i++) {
+        sources[i] = rand_below(3) ? rand_below(n) : i;
+        is_open |= in_step[first + i];
+        sprintf(call.text + strlen(call.text), " %d", first + sources[i]);
+    }
+    st = tkv_seq_reorder(kv, first, sources, n);
+    CHECK_EQ(st == TKV_ERR_STATE, is_open);
+    if (st) return st;
+    memcpy(old, model, sizeof old);
+    memcpy(old_state, newest_state, sizeof old_state);
+    memcpy(moved, has_moved, sizeof moved);
+    memcpy(copies, has_copies, sizeof copies);
+    memcpy(discards, has_discards, sizeof discards);
+    for (i = 0; i < n; i++) {
+        const int from = first + sources[i], to = first + i;
+        memcpy(model[to], old[from], sizeof old[0]);
+        memcpy(newest_state[to], old_state[from], sizeof old_state[0]);
+        has_moved[to] = moved[from];
+        has_copies[to] = copies[from];
+        has_discards[to] = discards[from];
+        may_share[to] = 1;
+        reserved[to] = 0;
+    }
+    return st;
+}
+
 /* Positions from *first to *end - 1: a part of a sequence, or more. */
 static void choose_range(int seq, int *first, int *end) {
     *first = rand_below(max_len(seq) + 10);
@@ -1404,6 +1440,7 @@ static const struct {
     {"reserve", 25, 0, call_reserve, MEMORY_ERRORS},
     {"truncate", 40, 0, call_truncate, ERR(STATE) | ERR(RANGE)},
     {"fork", 40, 0, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
+    {"reorder", 25, 0, call_reorder, MEMORY_ERRORS | ERR(STATE)},
     {"remove", 20, 0, call_remove, ERR(STATE) | ERR(RANGE)},
     {"shift", 40, 0, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"copy", 20, 0, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},

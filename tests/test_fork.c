@@ -120,6 +120,83 @@ TEST(beam_search_by_forks) {
     }
 }
 
+/* A reorder is forks to spare sequences, and forks back. Lengths, states, pins and the order of sequences differ. */
+TEST(a_reorder_is_forks_all_at_once) {
+    enum { FIRST = 1, N = 5, STEPS = 40 };
+    tkv_config cfg = make_config(2, FIRST + 2 * N);
+    tkv_rng rng = tkv_rng_seed(12);
+    tkv_cache *kv, *by_forks;
+    int step, b, sources[N], state, read, layer;
+    cfg.tiers.hot_tokens = 32;
+    cfg.tiers.warm_tokens = 64;
+    kv = create_cache(&cfg);
+    by_forks = create_cache(&cfg);
+    for (b = 0; b < FIRST + N; b++) {
+        const int n = 40 + 70 * b;
+        CHECK_EQ(append_to_all_layers(kv, b, b, n, 64), TKV_OK);
+        CHECK_EQ(append_to_all_layers(by_forks, b, b, n, 64), TKV_OK);
+        CHECK_EQ(tkv_seq_put_state(kv, b, 1, n, &b, sizeof b), TKV_OK);
+    }
+    for (step = 0; step < STEPS; step++) {
+        size_t size = 0;
+        for (b = 0; b < N; b++)
+            sources[b] = step == 0   ? (b + 1) % N /* a cycle */
+                         : step == 1 ? N - 1 - b
+                         : step == 2 ? b
+                                     : tkv_rng_below(&rng, N);
+        CHECK_EQ(tkv_seq_reorder(kv, FIRST, sources, N), TKV_OK);
+        check_cache_at(kv, "reordered", step);
+        for (b = 0; b < N; b++)
+            CHECK_EQ(tkv_seq_fork(by_forks, FIRST + sources[b], FIRST + N + b, TKV_UNLIMITED), TKV_OK);
+        for (b = 0; b < N; b++) {
+            CHECK_EQ(tkv_seq_fork(by_forks, FIRST + N + b, FIRST + b, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(by_forks, FIRST + N + b), TKV_OK);
+        }
+        for (b = 0; b < FIRST + N; b++) {
+            check_same_attention(kv, b, by_forks, b);
+            state = tkv_seq_find_state(kv, b, TKV_UNLIMITED);
+            CHECK(state > 0 && state <= tkv_get_length(kv, b, 0));
+            CHECK_EQ(tkv_seq_get_state(kv, b, 1, state, &read, sizeof read, &size), TKV_OK);
+            CHECK_EQ(state, 40 + 70 * read); /* it went along with its tokens */
+            for (layer = 0; layer < 2; layer++) {
+                fill_rows(100 * step + b, layer, 0, 1, k_in, v_in);
+                CHECK_EQ(tkv_append(kv, b, layer, k_in, v_in, 1), TKV_OK);
+                CHECK_EQ(tkv_append(by_forks, b, layer, k_in, v_in, 1), TKV_OK);
+            }
+            check_same_attention(kv, b, by_forks, b);
+        }
+    }
+    tkv_destroy(kv);
+    tkv_destroy(by_forks);
+}
+
+/* Sequences that only change places keep their blocks: no memory is needed, and none is given back. */
+TEST(a_permutation_takes_no_memory) {
+    static const int cycle[] = {2, 0, 1}, same[] = {0, 1, 2};
+    counting_allocator p;
+    tkv_config cfg = make_config(2, 3);
+    tkv_memory_info before, after;
+    tkv_cache *kv;
+    int b;
+    cfg.host.allocator = counting_allocator_of(&p);
+    kv = create_cache(&cfg);
+    for (b = 0; b < 3; b++) CHECK_EQ(append_to_all_layers(kv, b, b, 100 * (b + 1), 64), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
+    p.fail_at = 1; /* any allocation would fail */
+    CHECK_EQ(tkv_seq_reorder(kv, 0, cycle, 3), TKV_OK);
+    CHECK_EQ(tkv_seq_reorder(kv, 0, same, 3), TKV_OK);
+    CHECK_EQ(tkv_seq_reorder(kv, 0, NULL, 0), TKV_OK);
+    p.fail_at = 0;
+    CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
+    CHECK_MEM(&before, &after, sizeof before);
+    for (b = 0; b < 3; b++) {
+        CHECK_EQ(tkv_get_length(kv, b, TKV_ALL_LAYERS), 100 * (cycle[b] + 1));
+        check_read(kv, b, 0, cycle[b], 100 * (cycle[b] + 1) - 1, 1, TKV_F16);
+    }
+    check_cache_at(kv, "permuted", 0);
+    tkv_destroy(kv);
+}
+
 /* >>bytes */
 enum { WIDE_LAYERS = 4, WIDE_ROW = 2 * 64 };
 
@@ -308,8 +385,48 @@ TEST(forks_without_memory_change_nothing) {
     }
 }
 
+/* So does a reorder of several forks. */
+TEST(reorders_without_memory_change_nothing) {
+    static const int sources[] = {3, 0, 0, 3, 3};
+    int budgeted, fail_at;
+    for (budgeted = 0; budgeted < 2; budgeted++) {
+        tkv_status st = TKV_ERR_NOMEM;
+        for (fail_at = 1; st; fail_at++) {
+            counting_allocator p;
+            tkv_config cfg = make_config(2, 5);
+            snapshot before, after;
+            tkv_cache *kv;
+            int b;
+            cfg.host.allocator = counting_allocator_of(&p);
+            if (budgeted) cfg.budget.bytes = 1 << 20;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 1, 1, 70, 100), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 3, 3, 500, 100), TKV_OK);
+            before = snapshot_of_tokens(kv);
+            p.fail_at = fail_at;
+            st = tkv_seq_reorder(kv, 0, sources, 5);
+            p.fail_at = 0;
+            check_cache_at(kv, "allocation", fail_at);
+            if (st) {
+                CHECK_EQ(st, TKV_ERR_NOMEM);
+                after = snapshot_of_tokens(kv);
+                CHECK(is_same_snapshot(&before, &after));
+                free_snapshot(&after);
+                CHECK_EQ(tkv_seq_reorder(kv, 0, sources, 5), TKV_OK);
+            }
+            for (b = 0; b < 5; b++) CHECK_EQ(tkv_get_length(kv, b, TKV_ALL_LAYERS), sources[b] ? 500 : 300);
+            free_snapshot(&before);
+            tkv_destroy(kv);
+            CHECK_EQ(p.held, 0);
+        }
+        CHECK(fail_at > 3); /* some allocations did fail */
+    }
+}
+
 /* A refused fork names its reason and changes nothing. */
 TEST(forks_are_refused_with_a_reason) {
+    static const int beams[] = {1, 0}, beyond[] = {0, 2};
     tkv_config cfg = make_config(2, 3);
     snapshot before, after;
     tkv_cache *kv;
@@ -324,6 +441,13 @@ TEST(forks_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_fork(kv, -1, 1, 5), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_fork(kv, 0, 1, -5), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_fork(kv, 0, 1, 300), TKV_ERR_RANGE); /* the window dropped tokens that token 299 sees */
+    CHECK_EQ(tkv_seq_reorder(kv, 0, beyond, 2), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "sources has 2; it must be 0 to n - 1");
+    CHECK_EQ(tkv_seq_reorder(kv, 1, beams, 3), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "n is 3; there are fewer sequences from the first one on");
+    CHECK_EQ(tkv_seq_reorder(kv, 3, beams, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_reorder(kv, 0, NULL, 1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_reorder(NULL, 0, beams, 1), TKV_ERR_ARG);
     after = snapshot_of_tokens(kv);
     CHECK(is_same_snapshot(&before, &after));
     free_snapshot(&before);
@@ -331,6 +455,8 @@ TEST(forks_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_fork(kv, 0, 1, 5), TKV_ERR_STATE);
     CHECK_EQ(tkv_seq_fork(kv, 1, 0, 5), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_reorder(kv, 0, beams, 2), TKV_ERR_STATE);
+    CHECK_STR(tkv_get_last_error(kv), "a step is open; commit or abort it first: sequence 0");
     CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_fork(kv, 0, 1, 690), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 690);
@@ -429,9 +555,12 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(forks_see_their_own_tokens);
     RUN(beam_search_by_forks);
+    RUN(a_reorder_is_forks_all_at_once);
+    RUN(a_permutation_takes_no_memory);
     RUN(characters_share_their_prompt);
     RUN(own_bytes_are_told_from_shared_ones);
     RUN(forks_without_memory_change_nothing);
+    RUN(reorders_without_memory_change_nothing);
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);
     RUN(a_discarded_block_ages_in_a_fork);

@@ -113,6 +113,7 @@ typedef struct tkvi_seq {
     uint64_t used;         /* kv->call.clock at the last append, reservation or recomputation */
     tkvi_named_page *page; /* [page_cap] from the first page on */
     int n_pages, page_cap;
+    int from, is_taken; /* the plan of a tkv_seq_reorder in progress (step/reorder.h) */
 } tkvi_seq;
 
 /* Limits of splits in parallel attention (attention/attend.h). The first caller gets the buffer of partial results.

@@ -778,6 +778,38 @@ static tkv_status call_fork(void) {
     return st;
 }
 
+static tkv_status call_reorder(void) {
+    static model_layer old[SEQS][2];
+    int moved[SEQS], discards[SEQS], sources[SEQS];
+    const int first = choose_int(0, SEQS - 1), n = choose_int(0, is_seq(first) ? SEQS - first : 0);
+    tkv_status st;
+    int i, is_open = 0;
+    if (is_seq(first) && (n < 0 || n > SEQS - first)) call.must_fail = 1;
+    sprintf(call.text, "reorder %d from sequence %d on", n, first);
+    for (i = 0; i < SEQS; i++) {
+        sources[i] = i < n ? choose_int(0, n - 1) : 0;
+        if (i < n && (sources[i] < 0 || sources[i] >= n)) call.must_fail = 1;
+        if (i < n && is_seq(first + i)) is_open |= in_step[first + i];
+    }
+    allow_reclaim(first);
+    st = tkv_seq_reorder(kv, first, sources, n);
+    if (call.must_fail) return st;
+    CHECK_EQ(st == TKV_ERR_STATE, is_open);
+    if (st) return st;
+    memcpy(old, model, sizeof old);
+    memcpy(moved, has_moved, sizeof moved);
+    memcpy(discards, has_discards, sizeof discards);
+    for (i = 0; i < n; i++) {
+        memcpy(model[first + i], old[first + sources[i]], sizeof old[0]);
+        has_moved[first + i] = moved[first + sources[i]];
+        has_discards[first + i] = discards[first + sources[i]];
+        may_share[first + i] = 1;
+        reserved[first + i] = 0;
+        if (i && sources[i] == sources[0]) compare_fork(first, first + i);
+    }
+    return st;
+}
+
 /* Positions from *first to *end - 1. */
 static void choose_range(int seq, int *first, int *end) {
     *first = choose_int(0, is_seq(seq) ? max_len(seq) + 20 : 20);
@@ -1571,6 +1603,7 @@ static const struct {
     {"reserve", 5, call_reserve, MEMORY_ERRORS},
     {"truncate", 12, call_truncate, ERR(STATE) | ERR(RANGE)},
     {"fork", 14, call_fork, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(ARG)},
+    {"reorder", 10, call_reorder, MEMORY_ERRORS | ERR(STATE)},
     {"remove", 12, call_remove, ERR(STATE) | ERR(RANGE)},
     {"shift", 16, call_shift, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
     {"copy", 14, call_copy, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE) | ERR(UNSUPPORTED) | ERR(NO_SOURCE)},
