@@ -2,8 +2,8 @@
 """Plans measured in llama.cpp by examples/llamacpp.c: figures like those of our own runner, and attention of other
 architectures.
 
-TKV_TEST_LLAMACPP=DIR: llama.cpp's headers are in DIR/include, its libraries in DIR/lib; .ci/integrations shows where they
-come from. SmolLM2 is in build/models (`make model`). tests/programs.py says what TKV_TEST_STRICT and TKV_TEST_CFLAGS do."""
+SmolLM2 is in build/models (`make model`). tests/programs.py says what TKV_TEST_LLAMACPP, TKV_TEST_STRICT and
+TKV_TEST_CFLAGS do."""
 import glob
 import os
 import re
@@ -15,34 +15,21 @@ import unittest
 sys.dont_write_bytecode = True
 import results
 import tiny_gguf
-from programs import ROOT, STRICT, build, has_header
+from programs import LLAMACPP_LIB, ROOT, WARN_C, build, llamacpp_words, missing
 
-DIR = os.environ.get("TKV_TEST_LLAMACPP", "")
 TEXT = os.path.join(ROOT, "bench", "QUALITY.md")
-WARN = """-std=c99 -Werror -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef
-    -Wdouble-promotion -Wstrict-prototypes -Wmissing-prototypes""".split()
-
-
-def missing(what):
-    """Something that is not here: the tests are skipped and counted, or fail where it was to be installed."""
-    if STRICT:
-        raise RuntimeError(what)
-    raise unittest.SkipTest(what)
 
 
 class Measured(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        more = ["-isystem", os.path.join(DIR, "include")]
-        if not DIR or not has_header("llama.h", more):
-            missing("llama.cpp is missing: TKV_TEST_LLAMACPP names no folder with include/llama.h")
-        lib = os.path.join(DIR, "lib")
+        words = llamacpp_words("llama.h")
         cls.place = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.place.cleanup)
-        cls.program = build(cls.place.name, "llamacpp", more + WARN + ["-L" + lib, "-Wl,-rpath," + lib])
+        cls.program = build(cls.place.name, "llamacpp", WARN_C + words)
 
     def run_program(self, model, *args):
-        return subprocess.run([self.program, model, TEXT, "--threads", "1", "--backends", os.path.join(DIR, "lib")] + list(args),
+        return subprocess.run([self.program, model, TEXT, "--threads", "1", "--backends", LLAMACPP_LIB] + list(args),
                               capture_output=True, text=True, timeout=300)
 
     def measure(self, model, *args):
