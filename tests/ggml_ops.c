@@ -371,7 +371,7 @@ static void test_sequences(void) {
 
 /* Positions that jump are an error, or recorded. */
 static void test_positions(void) {
-    static const int next[3] = {0, 1, 2}, behind[3] = {3, 4, 5}, far[3] = {13, 14, 15},
+    static const int next[3] = {0, 1, 2}, behind[3] = {3, 4, 5}, too_far[3] = {13, 14, 15},
                      holes[3] = {20, 20, 30};
     const tkv_config cfg = config();
     float *x = numbers(3, 5), *out = outputs();
@@ -381,7 +381,7 @@ static void test_positions(void) {
     CHECK(step(&r, x, 3, 0, NULL, next, out) == TKV_OK);
     CHECK(step(&r, x, 3, 0, NULL, next, out) == TKV_ERR_RANGE);
     CHECK(strstr(r.ops.why, "layer 0: sequence 0, layer 0 holds 3 tokens, so the next position is 3, not 0"));
-    CHECK(step(&r, x, 3, 0, NULL, far, out) == TKV_ERR_RANGE &&
+    CHECK(step(&r, x, 3, 0, NULL, too_far, out) == TKV_ERR_RANGE &&
           strstr(r.ops.why, "next position is 3, not 13"));
     CHECK(step(&r, x, 3, 0, NULL, holes, out) == TKV_ERR_RANGE);
     CHECK(strcmp(r.ops.why, "token 1: sequence 0 has position 20 behind 20 (see ops.jumps)") == 0);
