@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 import unittest
 import warnings
 
@@ -278,6 +280,9 @@ class Numpy(unittest.TestCase):
         wide[:, :, ::2] = k
         cache.append(1, wide[:, :, ::2], np.asfortranarray(v))
         np.testing.assert_array_equal(cache.read(1)[0], k)
+        cache.reset()
+        cache.append(0, k[::-1], v[::-1, ::-1, ::-1])
+        np.testing.assert_array_equal(cache.read(0)[1], v[::-1, ::-1, ::-1])
 
     def test_batches(self):
         cache = self.make(max_seqs=3, **self.EXACT)
@@ -293,8 +298,16 @@ class Numpy(unittest.TestCase):
         np.testing.assert_array_equal(cache.read(0, 4, seq=0)[0], k[5:7])
         self.refuses(ValueError, "rows up to 11, and the array has 10", cache.append, 0, k, v, batch=[(0, 5), (1, 6)])
         self.refuses(ValueError, "rows up to 11, and the array has 10", cache.append, 0, k, v, batch=[(0, 5)], first_rows=[6])
-        self.refuses(ValueError, "entry 0 of the batch has -1 rows", cache.append, 0, k, v, batch=[(0, -1)])
-        self.refuses(ValueError, "first_rows needs a batch", cache.append, 0, k, v, first_rows=[0])
+        self.refuses(ValueError, "entry 0 of the batch has -1 rows from row 0 on", cache.append, 0, k, v, batch=[(0, -1)])
+        self.refuses(ValueError, "entry 0 of the batch has 2 rows from row -1 on", cache.append, 0, k, v, batch=[(0, 2)], first_rows=[-1])
+        self.refuses(ValueError, "rows up to 11, and the array has 10", cache.append, 0, k, v, first_rows=[1])
+        mask = np.zeros((2, 5), bool)
+        self.refuses(ValueError, r"mask has shape \(2, 5\), and must have \(2, 6 or more\)", cache.attend, 0, q[:2], mask=mask,
+                     batch=zip((1, 2), (1, 1)))
+        empty = cache.attend_full(0, q[:0], lse=True, scores=True)
+        self.assertEqual((empty.out.shape, empty.lse.shape, empty.scores.shape), ((0, 4, 32), (0, 4), (1, 6)))
+        cache.append(0, k[:0], v[:0])
+        self.assertEqual(cache.length(0, 0), 6)
         self.refuses(self.tkv.RangeError, "position", cache.append, 0, k, v, positions=[3])
 
     def test_read(self):
@@ -382,7 +395,8 @@ class Numpy(unittest.TestCase):
         self.assertEqual(cache.length(1), 0)
         other = self.make(max_seqs=2)
         other.load(cache.save(None), None)
-        np.testing.assert_array_equal(other.attend(0, q), cache.attend(0, q))
+        for twin in (other, copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+            np.testing.assert_array_equal(twin.attend(0, q), cache.attend(0, q))
         third = self.make()
         third.load_calibration(cache.save_calibration())
         third.freeze_calibration()
@@ -421,6 +435,7 @@ class Numpy(unittest.TestCase):
         self.assertEqual(cache.budget().budget, 3 << 20)
         self.refuses(self.tkv.BudgetError, "", cache.set_budget, 1000)
         self.refuses(ValueError, "n_bytes is -1", cache.set_budget, -1)
+        self.refuses(ValueError, "n_bytes is '3M', and must be a whole number", cache.set_budget, "3M")
         self.refuses(ValueError, "", cache.report, "xml")
         self.refuses(ValueError, "", cache.report, "prometheus", "part=a")
         self.refuses(ValueError, "no layer 2 with a cache", cache.layer, 2)
@@ -430,13 +445,14 @@ class Numpy(unittest.TestCase):
         k, v, q = self.tokens(4), self.tokens(4), self.tokens(4, 4)
         for bad, sentence in ((k[:, :1], r"k has shape \(4, 1, 32\), and layer 0 takes \(n, 2, 32\)"),
                               (k[0], r"k has shape \(2, 32\)"), (k.astype(np.float64), "k has dtype float64"),
-                              (k.astype(np.int32), "k has dtype int32"), (k.tolist(), "k is a list")):
+                              (k.astype(np.int32), "k has dtype int32"), (k.tolist(), "k is a list"),
+                              (k.astype(k.dtype.newbyteorder()), "k has dtype [<>]f4"), (None, "k is a NoneType")):
             self.refuses(ValueError, sentence, cache.append, 0, bad, v)
         self.refuses(ValueError, "k has 4 tokens, and v has 3", cache.append, 0, k, v[:3])
         self.refuses(ValueError, "v is missing", cache.append, 0, k)
         self.refuses(ValueError, "no layer 7", cache.append, 7, k, v)
         self.refuses(ValueError, "layer is 'x', and must be a whole number", cache.append, "x", k, v)
-        self.refuses(ValueError, "seq is 1099511627776, and must be between", cache.append, 0, k, v, seq=1 << 40)
+        self.refuses(ValueError, "seq is 1099511627776, and must be from -2147483648 to 2147483647", cache.append, 0, k, v, seq=1 << 40)
         self.refuses(ValueError, "no sequence 1", cache.append, 0, k, v, seq=1)
         self.refuses(self.tkv.NonFiniteError, "NaN", cache.append, 0, k * np.nan, v)
         self.refuses(self.tkv.CapacityError, "max_append", cache.append, 0, self.tokens(513), self.tokens(513))
@@ -458,6 +474,8 @@ class Numpy(unittest.TestCase):
             self.assertNotEqual(cache.handle, self.tkv.ffi.NULL)
         cache.close()
         self.refuses(self.tkv.StateError, "the cache is closed", cache.length)
+        self.refuses(self.tkv.StateError, "the cache is closed", cache.append, 0, self.tokens(1), self.tokens(1))
+        self.refuses(ValueError, "threads is 'a'", self.tkv.Cache, threads="a", **self.MODEL)
 
     def test_threads_wait_for_each_other(self):
         cache = self.make(max_seqs=4, threads=2)
@@ -482,6 +500,34 @@ class Numpy(unittest.TestCase):
         self.assertEqual([cache.length(seq, 0) for seq in range(4)], [240] * 4)
         cache.check()
 
+    def test_threads_that_change_the_cache_of_another(self):
+        """Lengths change between calls, and the cache is closed: calls answer or raise, and write nowhere else."""
+        cache, failed = self.make(threads=2), []
+        k, q, mask = self.tokens(64), self.tokens(4, 4), np.ones((4, 4000), bool)
+        cache.append(0, k, k)
+
+        def repeat(call):
+            try:
+                while True:
+                    call()
+            except Exception as error:
+                failed.append(str(error))
+
+        def grow():
+            cache.append(0, k, k)
+            if cache.length(0, 0) > 3000:
+                cache.truncate(0, 64)
+
+        calls = (grow, lambda: cache.attend_full(0, q, scores=True, mask=mask), lambda: cache.attend(0, q, batch=[(0, 4)]))
+        threads = [threading.Thread(target=repeat, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        cache.close()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failed, ["the cache is closed"] * 3)
+
     def test_merge(self):
         cache = self.make(max_seqs=2, **self.EXACT)
         k, v, q = self.tokens(90), self.tokens(90), self.tokens(1, 4)
@@ -504,6 +550,7 @@ class Numpy(unittest.TestCase):
             self.assertIn(line + "\n", lines)
         for style in ("lines", "json", "toml", "nested"):
             self.assertEqual(Config.from_text(config.to_text(style)).to_text(), lines)
+        self.assertEqual(pickle.loads(pickle.dumps(config)).to_text(), lines)
         self.assertGreater(config.estimate_context(2), 1000)
         memory = Config(**self.MODEL).estimate_memory(4000)
         self.assertEqual(memory.hot.tokens + memory.warm.tokens + memory.archive.tokens, 8000)
@@ -534,7 +581,8 @@ class Transformers(unittest.TestCase):
     def setUpClass(cls):
         install()
         need("torch", "transformers")
-        global torch, transformers, tiered
+        global torch, transformers, tieredkv, tiered
+        import tieredkv
         import torch
         import transformers
         import tieredkv.transformers as tiered
@@ -546,7 +594,7 @@ class Transformers(unittest.TestCase):
         torch.set_num_threads(1)
 
     def model(self, kind="Llama", **options):
-        config = getattr(transformers, kind + "Config")(**{
+        config = getattr(transformers, kind + ("TextConfig" if kind == "Gemma4" else "Config"))(**{
             "vocab_size": 200, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
             "eos_token_id": None, **options})
@@ -558,11 +606,11 @@ class Transformers(unittest.TestCase):
     def forward(self, model, how, ids, cache=None, **inputs):
         model.set_attn_implementation(how)
         with torch.no_grad():
-            return model(ids, past_key_values=cache, use_cache=cache is not None, **inputs).logits
+            return model(ids, cache=cache, use_cache=cache is not None, **inputs).logits
 
     def generate(self, model, how, ids, cache=None, n=24, **options):
         model.set_attn_implementation(how)
-        return model.generate(ids, past_key_values=cache, max_new_tokens=n, do_sample=False, **options).tolist()
+        return model.generate(ids, cache=cache, max_new_tokens=n, do_sample=False, **options).tolist()
 
     def padded(self):
         """Three rows of 60 tokens: padding on the left of two. Returns ids and the inputs for their positions."""
@@ -599,7 +647,46 @@ class Transformers(unittest.TestCase):
         cache.reset()
         self.assertEqual(self.generate(model, "tieredkv", ids[:1], cache, n=100), want[:1])
         self.assertEqual(self.generate(model, "tieredkv", ids, n=100), want)  # the cache of transformers
-        self.assertEqual(self.generate(model, "eager", ids, self.cache(model), n=100), want)  # its attention
+        with self.assertWarnsRegex(UserWarning, "attention is 'eager', so each step decodes all keys and values"):
+            self.assertEqual(self.generate(model, "eager", ids, self.cache(model), n=100), want)  # its attention
+        cache = tiered.TieredCache(model, **self.EXACT)  # changes the attention function of the model
+        text = model.generate(ids, past_key_values=cache, max_new_tokens=100, do_sample=False)  # the name until transformers 6
+        self.assertEqual((text.tolist(), cache.tiered.length(0)), (want, 129))
+
+    def test_conversation(self):
+        """generate goes on in a cache that has the text so far."""
+        model, more = self.model(), torch.randint(2, 200, (3, 9))
+        ids, inputs = self.padded()
+        texts = []
+        for how, cache in (("eager", transformers.DynamicCache(config=model.config)), ("tieredkv", self.cache(model))):
+            first = self.generate(model, how, ids, cache, attention_mask=inputs["attention_mask"])
+            mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 33), value=1)
+            texts.append(self.generate(model, how, torch.cat([torch.tensor(first), more], 1), cache, attention_mask=mask))
+        self.assertEqual(texts[0], texts[1])
+        self.assertEqual(cache.get_seq_length(), 60 + 24 + 9 + 24 - 1)
+
+    def test_samples(self):
+        model, ids, texts = self.model(), torch.randint(2, 200, (2, 30)), []
+        for how in ("eager", "tieredkv"):
+            torch.manual_seed(5)
+            model.set_attn_implementation(how)
+            texts.append(model.generate(ids, cache=self.cache(model) if how == "tieredkv" else None, max_new_tokens=20, do_sample=True,
+                                        num_return_sequences=4).tolist())
+        self.assertEqual(texts[0], texts[1])
+        self.assertEqual(len({tuple(text) for text in texts[0]}), 8)
+
+    def test_assistants(self):
+        """Drafts that are not taken are cut, behind windows too."""
+        ids = torch.randint(2, 200, (1, 20)).repeat(1, 2)
+        for model in (self.model(), self.model("Mistral", sliding_window=24)):
+            assistant = copy.deepcopy(model)
+            with torch.no_grad():
+                assistant.model.layers[1].mlp.down_proj.weight.add_(torch.randn(64, 128), alpha=0.05)
+            want = self.generate(model, "eager", ids, n=150)
+            for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 5}):
+                cache = self.cache(model)
+                self.assertEqual(self.generate(model, "tieredkv", ids, cache, n=150, **options), want)
+                cache.tiered.check()
 
     def test_left_padding(self):
         model = self.model()
@@ -674,7 +761,7 @@ class Transformers(unittest.TestCase):
             return cache
 
         for rows in ([2, 0, 1], [1, 1, 1], [2, 2, 0], [0, 1, 2]):
-            cache = fresh(max_batch=3)
+            cache = fresh(max_seqs=3)
             cache.reorder_cache(torch.tensor(rows))
             after(cache, rows)
         cache = fresh()
@@ -691,8 +778,8 @@ class Transformers(unittest.TestCase):
         twin = copy.deepcopy(cache)
         after(cache, [0, 1, 2])
         after(twin, [0, 1, 2])
-        cache = fresh(max_batch=4)
-        with self.assertRaisesRegex(Exception, "the batch has 6 rows, and max_batch is 4"):
+        cache = fresh(max_seqs=4)
+        with self.assertRaisesRegex(Exception, "the batch has 6 rows, and max_seqs is 4"):
             cache.batch_repeat_interleave(2)
         with self.assertRaisesRegex(ValueError, "the batch has 1 rows, and the cache has 3"):
             self.forward(model, "tieredkv", ids[:1], cache)
@@ -700,9 +787,9 @@ class Transformers(unittest.TestCase):
     def test_beams(self):
         model = self.model()
         ids, inputs = self.padded()
-        options = {"attention_mask": inputs["attention_mask"], "num_beams": 3, "num_return_sequences": 2}
+        options = {"attention_mask": inputs["attention_mask"], "num_beams": 4, "num_return_sequences": 2}
         want = self.generate(model, "eager", ids, **options)
-        cache = self.cache(model, max_batch=9)
+        cache = self.cache(model, max_seqs=12)
         self.assertEqual(self.generate(model, "tieredkv", ids, cache, **options), want)
         cache.tiered.check()
 
@@ -712,6 +799,12 @@ class Transformers(unittest.TestCase):
         self.near(exact, self.forward(model, "tieredkv", ids, cache))
         self.assertGreater(cache.tiered.layer(0).expired, 0)
         self.near(exact, self.forward(model, "tieredkv", ids))
+        eager = self.cache(model, max_append=64)  # decodes zeros for the tokens that left the window
+        self.near(exact, torch.cat([self.forward(model, "eager", part, eager) for part in ids.split(100, 1)], 1))
+        cache.crop(-64)
+        self.near(exact[:, 336:], self.forward(model, "tieredkv", ids[:, 336:], cache))
+        with self.assertRaisesRegex(IndexError, "tokens of the window have expired; 0 tokens can stay, or at least"):
+            cache.crop(-390)
         padded, inputs = self.padded()
         self.near(self.forward(model, "eager", padded, **inputs),
                   self.forward(model, "tieredkv", padded, self.cache(model), **inputs), inputs["attention_mask"])
@@ -723,6 +816,26 @@ class Transformers(unittest.TestCase):
         self.assertEqual(len(set(model.config.layer_types)), 2)
         ids = torch.randint(2, 200, (2, 80))
         self.near(self.forward(model, "eager", ids), self.forward(model, "tieredkv", ids, self.cache(model)))
+
+    def test_architectures(self):
+        """Heads, norms, windows and RoPE of other models; and layers of other shapes (Gemma 4)."""
+        ids, mask = torch.randint(2, 200, (2, 50)), torch.ones(2, 50, dtype=torch.long)
+        mask[0, :20] = 0
+        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        gemma = {"vocab_size_per_layer_input": 200, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+                 "num_hidden_layers": 6, "num_kv_shared_layers": 0}
+        for kind, options in (
+                ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}), ("Qwen3", {"head_dim": 32}),
+                ("Phi3", {}), ("GPTNeoX", {"num_key_value_heads": 4}), ("SmolLM3", {}), ("Olmo3", {"sliding_window": 16}),
+                ("Mixtral", {"num_local_experts": 2, "sliding_window": 16}), ("Gemma4", {"sliding_window": 16, **gemma})):
+            with self.subTest(kind):
+                model = self.model(kind, **options)
+                exact, cache = self.forward(model, "eager", ids, **inputs), self.cache(model)
+                self.near(exact, self.forward(model, "tieredkv", ids, cache, **inputs), mask)
+                self.near(exact, self.forward(model, "tieredkv", ids, **inputs), mask)
+                cache.reset()
+                parts = [self.forward(model, "tieredkv", part, cache) for part in ids.split(30, 1)]
+                self.near(self.forward(model, "eager", ids), torch.cat(parts, 1))
 
     def test_learned_sinks(self):
         model = self.model("GptOss", sliding_window=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters={
@@ -757,10 +870,62 @@ class Transformers(unittest.TestCase):
         with self.assertRaisesRegex(Exception, "the model changes keys between its cache and its attention"):
             tiered.attention_forward(model, torch.zeros(1, 4, 1, 16), k, k, None)
         with self.assertRaisesRegex(Exception, "layers of type chunked_attention are not supported"):
-            tiered.TieredCache(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"]))
-        model.train().set_attn_implementation("tieredkv")
-        with self.assertRaisesRegex(Exception, "training"):
-            model(ids, past_key_values=self.cache(model))
+            tiered.TieredCache(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"], attention_chunk_size=8))
+        with self.assertRaisesRegex(Exception, "has no attention weights to put out"):
+            self.forward(model, "tieredkv", ids, self.cache(model), output_attentions=True)
+        with self.assertRaisesRegex(Exception, "cannot be pickled; cache.tiered can"):
+            pickle.dumps(cache)
+        for how in ("tieredkv", "eager"):
+            model.set_attn_implementation(how)
+            with self.assertRaisesRegex(Exception, "has no gradients"):
+                model(ids, cache=self.cache(model)).logits.sum().backward()
+        other = self.model(num_key_value_heads=4)
+        with self.assertRaisesRegex(Exception, r"keys of shape \(1, 9, 2, 16\), and \(1, 9, 4, 16\) was expected"):
+            self.forward(model, "tieredkv", ids, self.cache(other))  # of another model
+
+    def test_settings_of_layers(self):
+        """Those of the caller join those of the model."""
+        cache = self.cache(self.model("Mistral", sliding_window=24), layers={"0-2": {"archive": "a20/r20"}, "1": {"window": 8}})
+        lines = tieredkv.Config(**cache.keywords).to_text().splitlines()
+        self.assertEqual([line for line in lines if line.startswith("layers[1]")], ["layers[1].window = 8", "layers[1].archive = a20/r20"])
+        self.assertIn("layers[2].window = 24", lines)
+
+    def test_a_call_that_fails(self):
+        """The layers before the failure have its tokens. The next call says so, and a crop makes them equal."""
+        model, ids = self.model(), torch.randint(2, 200, (1, 3000))
+        cache = self.cache(model, hot="f16", hot_tokens=64, budget={"bytes": "200K"})
+        with self.assertRaises(tieredkv.BudgetError):
+            for part in ids.split(50, 1):
+                self.forward(model, "tieredkv", part, cache)
+        with self.assertRaisesRegex(tieredkv.StateError, "layer 2 has .* tokens of row 0, and not .*: a call failed"):
+            self.forward(model, "tieredkv", ids[:, :1], cache)
+        cache.crop(-51)
+        cache.crop(-50)
+        self.forward(model, "tieredkv", ids[:, :50], cache)
+
+    def test_threads(self):
+        """Two threads that use one cache get errors, and write nowhere else."""
+        model, cache, failed = self.model(), None, []
+        model.set_attn_implementation("tieredkv")
+        cache = self.cache(model)
+
+        def work(rows):
+            for _ in range(30):
+                try:
+                    with torch.no_grad():
+                        model(torch.randint(2, 200, (rows, 7)), cache=cache)
+                    cache.crop(-3)
+                except tieredkv.TieredKVError as error:
+                    failed.append(str(error))
+                    cache.reset()
+
+        threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertGreater(len(failed), 0)
+        cache.tiered.check()
 
 
 class SmolLM2(unittest.TestCase):
@@ -791,7 +956,7 @@ class SmolLM2(unittest.TestCase):
     def logits(self, how, ids, cache=None):
         self.model.set_attn_implementation(how)
         with torch.no_grad():
-            return self.model(ids, past_key_values=cache, use_cache=cache is not None).logits
+            return self.model(ids, cache=cache, use_cache=cache is not None).logits
 
     def test_logits(self):
         ids = self.ids[:, :150]

@@ -50,7 +50,7 @@ def _ints(name: str, x: Optional[Indices], n: Optional[int]) -> Any:
         raise refuse("%s has %d entries, and must have %d" % (name, len(array), n))
     if array.size and (int(array.max()) >= INT_END or int(array.min()) < -INT_END):
         raise refuse("%s has a number that is not between -2^31 and 2^31 - 1" % name)
-    return ffi.new("int[]", array.tolist()) if array.size else ffi.new("int[]", 1)
+    return ffi.from_buffer("int[]", array.astype(np.int32))
 
 
 def _floats(name: str, x: Any, n: int) -> Any:
@@ -83,12 +83,17 @@ class Cache:
             cache.append(layer, k, v)            # [n][2][64] each, keys after RoPE
             out = cache.attend(layer, q)         # q and out are [n][8][64]
 
-    Keywords make a config, as `Config(**keywords)` does. threads: attention of one call runs on so many threads. A lock lets
-    calls from several threads wait for each other. Every failure raises a TieredKVError with a sentence.
+    Keywords make a config, as `Config(**keywords)` does. threads: the number of threads that attention of one call runs on.
+    Calls from several threads wait for each other, without the GIL. Copies and pickles have the saved bytes of all sequences.
+    Every failure of the library raises a TieredKVError with a sentence.
     """
 
     def __init__(self, config: Optional[Config] = None, *, threads: int = 1, **keywords: Value) -> None:
         self._kv: Any = ffi.NULL
+        self._lock = threading.RLock()
+        self._shapes: dict[int, Tuple[int, int, int, int, bool]] = {}
+        self._threads = max(1, as_int("threads", threads))
+        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
         if config is not None and keywords:
             raise refuse("a cache takes a config or keywords, and both are given")
         self.config = config if config is not None else Config(**keywords)
@@ -97,18 +102,18 @@ class Cache:
         if status != lib.TKV_OK:
             raise make_error(status, ffi.string(reason).decode(errors="replace"))
         self._kv = out[0]
-        self._lock = threading.RLock()
-        self._shapes: dict[int, Tuple[int, int, int, int, bool]] = {}
-        self._threads = max(1, as_int("threads", threads))
-        self._pool = ThreadPoolExecutor(self._threads) if self._threads > 1 else None
 
     def close(self) -> None:
         """Frees the cache. Later calls raise StateError."""
-        kv, self._kv = self._kv, ffi.NULL
-        if kv != ffi.NULL:
-            lib.tkv_destroy(kv)
-            if self._pool is not None:
-                self._pool.shutdown()
+        with self._lock:
+            kv, self._kv = self._kv, ffi.NULL
+            if kv != ffi.NULL:
+                lib.tkv_destroy(kv)
+                if self._pool is not None:
+                    self._pool.shutdown()
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        return _restore, (self.config, self._threads, self.save(None))
 
     def __enter__(self) -> Cache:
         return self
@@ -151,22 +156,21 @@ class Cache:
         return self._shapes[number]
 
     @staticmethod
-    def _batch(batch: Optional[Rows], n: int, first_rows: Optional[Indices]) -> Tuple[Any, int, Any]:
-        """Returns tkv_rows, their number and first_rows; rows must exist in arrays of n rows."""
-        if batch is None:
-            if first_rows is not None:
-                raise refuse("first_rows needs a batch")
-            return ffi.NULL, 0, ffi.NULL
-        pairs = [(as_int("seq", seq), as_int("n", count)) for seq, count in batch]
+    def _batch(seq: int, batch: Optional[Rows], n: int, first_rows: Optional[Indices]) -> Tuple[list[Tuple[int, int]], Any, Any]:
+        """Returns the pairs of a batch, as tkv_rows too, and first_rows. Without a batch, n rows are of seq. The rows must be
+        in arrays of n rows."""
+        pairs = [(as_int("seq", s), as_int("n", count)) for s, count in ([(seq, n)] if batch is None else batch)]
         first = _ints("first_rows", first_rows, len(pairs))
-        ends = [0]
+        end = last = 0
         for i, (_, count) in enumerate(pairs):
-            if count < 0:
-                raise refuse("entry %d of the batch has %d rows" % (i, count))
-            ends.append((first[i] if first != ffi.NULL else ends[-1]) + count)
-        if max(ends) > n or (first != ffi.NULL and any(first[i] < 0 for i in range(len(pairs)))):
-            raise refuse("the batch takes rows up to %d, and the array has %d" % (max(ends), n))
-        return ffi.new("tkv_rows[]", pairs or 1), len(pairs), first
+            start = end if first == ffi.NULL else first[i]
+            if count < 0 or start < 0:
+                raise refuse("entry %d of the batch has %d rows from row %d on" % (i, count, start))
+            end = start + count
+            last = max(last, end)
+        if last > n:
+            raise refuse("the batch takes rows up to %d, and the array has %d" % (last, n))
+        return pairs, ffi.new("tkv_rows[]", pairs or 1), first
 
     # Tokens.
 
@@ -185,13 +189,12 @@ class Cache:
             v = _rows("v", v, heads, v_dim, where)
             if len(v) != len(k):
                 raise refuse("k has %d tokens, and v has %d" % (len(k), len(v)))
-        rows, n_batch, first = self._batch(batch, len(k), first_rows)
-        n_tokens = sum(n for _, n in batch) if batch is not None else len(k)
-        keep = (_ints("positions", positions, n_batch if batch is not None else 1),
-                _ints("token_positions", token_positions, n_tokens))
+        entries, rows, first = self._batch(seq, batch, len(k), first_rows)
+        keep = (_ints("positions", positions, len(entries)),
+                _ints("token_positions", token_positions, sum(n for _, n in entries)))  # cffi keeps no pointer alive
         p = ffi.new("tkv_append_params *", {
-            "layer": layer, "seq": as_int("seq", seq), "n": len(k), "batch": rows, "n_batch": n_batch, "first_rows": first,
-            "k": ffi.from_buffer(k), "k_type": _TYPES[k.dtype], "positions": keep[0], "token_positions": keep[1]})
+            "layer": layer, "batch": rows, "n_batch": len(entries), "first_rows": first, "k": ffi.from_buffer(k),
+            "k_type": _TYPES[k.dtype], "positions": keep[0], "token_positions": keep[1]})
         if v is not None:
             p.v, p.v_type = ffi.from_buffer(v), _TYPES[v.dtype]
         self._call(lib.tkv_append_ex, p)
@@ -217,29 +220,29 @@ class Cache:
         """
         n_heads, _, dim, v_dim, _ = self._shape(layer)
         q = _rows("q", q, n_heads, dim, "layer %d" % layer)
-        rows, n_batch, first = self._batch(batch, len(q), first_rows)
-        entries = [(as_int("seq", seq), len(q))] if batch is None else list(batch)
-        length = max([self.length(s, layer) for s, _ in entries] or [0])
-        out = np.zeros((len(q), n_heads, v_dim), q.dtype)
-        out_lse = np.full((len(q), n_heads), -np.inf, np.float32) if lse or scores else None
-        out_scores = np.zeros((len(entries), length), np.float32) if scores else None
+        entries, rows, first = self._batch(seq, batch, len(q), first_rows)
         keep = (_ints("first_queries", first_queries, len(entries)), _ints("positions", positions, len(q)),
                 _ints("row_ends", row_ends, len(q)), _floats("alibi_slopes", alibi_slopes, n_heads),
                 _floats("sink_logits", sink_logits, n_heads))
+        out = np.zeros((len(q), n_heads, v_dim), q.dtype)
         p = ffi.new("tkv_attend_params *", {
-            "layer": layer, "seq": entries[0][0] if entries else 0, "n": len(q), "batch": rows, "n_batch": n_batch,
-            "first_rows": first, "first_queries": keep[0], "query_positions": keep[1], "row_ends": keep[2],
-            "alibi_slopes": keep[3], "sink_logits": keep[4], "q": ffi.from_buffer(q), "q_type": _TYPES[q.dtype],
-            "out": ffi.from_buffer(out), "out_type": _TYPES[q.dtype], "scale": scale, "softcap": softcap,
-            "non_causal": not causal, "window": 0 if window is None else as_int("window", window)})
+            "layer": layer, "batch": rows, "n_batch": len(entries), "first_rows": first, "first_queries": keep[0],
+            "query_positions": keep[1], "row_ends": keep[2], "alibi_slopes": keep[3], "sink_logits": keep[4],
+            "q": ffi.from_buffer(q), "q_type": _TYPES[q.dtype], "out": ffi.from_buffer(out), "out_type": _TYPES[q.dtype],
+            "scale": scale, "softcap": softcap, "non_causal": not causal, "window": as_int("window", window or 0)})
+        out_lse = np.full((len(q), n_heads), -np.inf, np.float32) if lse or scores else None
         if out_lse is not None:
             p.lse = ffi.from_buffer("float[]", out_lse)
-        if out_scores is not None and length > 0:
-            p.scores, p.score_stride = ffi.from_buffer("float[]", out_scores), length
-        if mask is not None:
-            mask = self._mask(mask, len(q), length)
-            p.mask, p.mask_type, p.mask_stride = ffi.from_buffer(mask), _TYPES[mask.dtype], mask.shape[1]
-        self._attend(p)
+        out_scores = None
+        with self._lock:  # the length holds until the end of the call
+            length = max([self.length(s, layer) for s, _ in entries] or [0])
+            if scores:
+                out_scores = np.zeros((len(entries), length), np.float32)
+                p.scores, p.score_stride = ffi.from_buffer("float[]", out_scores) if length else ffi.NULL, length
+            if mask is not None:
+                mask = self._mask(mask, len(q), length)
+                p.mask, p.mask_type, p.mask_stride = ffi.from_buffer(mask), _TYPES[mask.dtype], mask.shape[1]
+            self._attend(p)
         return Attention(out, out_lse if lse else None, out_scores)
 
     @staticmethod
@@ -365,7 +368,8 @@ class Cache:
             yield self
             self._call(lib.tkv_seq_commit, seq)
         except BaseException:
-            lib.tkv_seq_abort(self.handle, seq)
+            with self._lock:
+                lib.tkv_seq_abort(self.handle, seq)
             raise
 
     def reserve(self, seq: int, n: int) -> None:
@@ -486,9 +490,7 @@ class Cache:
 
     def set_budget(self, n_bytes: int) -> None:
         """Sets another budget; 0: none."""
-        if not 0 <= n_bytes < 1 << 63:
-            raise refuse("n_bytes is %d, and must be from 0 to 2^63 - 1" % n_bytes)
-        self._call(lib.tkv_set_budget, n_bytes)
+        self._call(lib.tkv_set_budget, as_int("n_bytes", n_bytes, 0, 1 << 63))
 
     def quality(self, layer: Optional[int] = None) -> Quality:
         """What the quality meter measured (meter.heads of the config)."""
@@ -513,3 +515,10 @@ class Cache:
             status = lib.tkv_check(self.handle, reason, _REASON)
         if status != lib.TKV_OK:
             raise make_error(status, ffi.string(reason).decode(errors="replace"))
+
+
+def _restore(config: Config, threads: int, data: bytes) -> Cache:
+    """Makes the cache of a pickle."""
+    cache = Cache(config, threads=threads)
+    cache.load(data, None)
+    return cache

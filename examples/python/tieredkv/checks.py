@@ -13,15 +13,15 @@ def refuse(sentence: str) -> TieredKVError:
     return make_error(lib.TKV_ERR_ARG, sentence)
 
 
-def as_int(name: str, value: Any) -> int:
-    """Returns a number that a C int holds."""
+def as_int(name: str, value: Any, least: int = -INT_END, end: int = INT_END) -> int:
+    """Returns a whole number from least to end - 1, by default one that a C int holds."""
     try:
-        number = value.__index__()
+        number = int(value.__index__())
     except AttributeError:
         raise refuse("%s is %r, and must be a whole number" % (name, value)) from None
-    if not -INT_END <= number < INT_END:
-        raise refuse("%s is %d, and must be between -2^31 and 2^31 - 1" % (name, number))
-    return int(number)
+    if not least <= number < end:
+        raise refuse("%s is %d, and must be from %d to %d" % (name, number, least, end - 1))
+    return number
 
 
 def one_of(name: str, value: str, table: dict[str, int]) -> int:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Mapping, Sequence, Union
+from typing import Any, Mapping, Sequence, Tuple, Union
 
 from ._native import ffi, lib
 from .checks import as_int, one_of
@@ -58,41 +58,42 @@ class Config:
 
     def _set(self, text: str) -> None:
         self.text = text
-        raw = text.encode(errors="replace")
-        self._layers = ffi.new("tkv_layer_config[]", _MAX_LAYERS)
-        self._ladder = ffi.new("tkv_level[]", lib.TKV_MAX_LEVELS)
-        self._frequencies = ffi.new("float[]", _MAX_FREQUENCIES)
-        room = ffi.new("tkv_config_arrays *", {
-            "layers": self._layers, "n_layers": _MAX_LAYERS, "ladder": self._ladder, "n_levels": lib.TKV_MAX_LEVELS,
-            "frequencies": self._frequencies, "n_frequencies": _MAX_FREQUENCIES})
-        self._cfg = ffi.new("tkv_config *")
+        cfg, _ = self._parse()
         reason = ffi.new("char[]", _REASON)
-        status = lib.tkv_parse_config(self._cfg, room, raw, len(raw), reason, _REASON)
-        if status == lib.TKV_OK:
-            status = lib.tkv_validate_config(self._cfg, reason, _REASON)
+        status = lib.tkv_validate_config(cfg, reason, _REASON)
         if status != lib.TKV_OK:
             raise make_error(status, ffi.string(reason).decode(errors="replace"))
+        self.max_append = int(cfg.limits.max_append) or 512  # the most tokens of one append
 
-    @property
-    def max_append(self) -> int:
-        """The largest number of tokens in one append."""
-        return int(self._cfg.limits.max_append) or 512
+    def _parse(self) -> Tuple[Any, Any]:
+        """Returns a tkv_config, and the arrays that it points to."""
+        arrays = [ffi.new("tkv_layer_config[]", _MAX_LAYERS), ffi.new("tkv_level[]", lib.TKV_MAX_LEVELS),
+                  ffi.new("float[]", _MAX_FREQUENCIES)]
+        room = ffi.new("tkv_config_arrays *", {
+            "layers": arrays[0], "n_layers": _MAX_LAYERS, "ladder": arrays[1], "n_levels": lib.TKV_MAX_LEVELS,
+            "frequencies": arrays[2], "n_frequencies": _MAX_FREQUENCIES})
+        cfg, raw, reason = ffi.new("tkv_config *"), self.text.encode(errors="replace"), ffi.new("char[]", _REASON)
+        status = lib.tkv_parse_config(cfg, room, raw, len(raw), reason, _REASON)
+        if status != lib.TKV_OK:
+            raise make_error(status, ffi.string(reason).decode(errors="replace"))
+        return cfg, arrays
 
     def to_text(self, style: str = "lines") -> str:
         """Writes the fields that are not default. style: "lines", "json", "toml" or "nested"."""
-        number, needed = one_of("style", style, STYLES), ffi.new("size_t *")
-        status = lib.tkv_print_config(self._cfg, number, ffi.NULL, 0, needed)
-        if status == lib.TKV_OK:
-            text = ffi.new("char[]", needed[0])
-            status = lib.tkv_print_config(self._cfg, number, text, needed[0], needed)
-        if status != lib.TKV_OK:
-            raise make_error(status)
+        number, needed, text = one_of("style", style, STYLES), ffi.new("size_t *"), ffi.NULL
+        cfg, _arrays = self._parse()
+        for _ in range(2):
+            status = lib.tkv_print_config(cfg, number, text, needed[0], needed)
+            if status != lib.TKV_OK:
+                raise make_error(status)
+            text = text or ffi.new("char[]", needed[0])
         return str(ffi.string(text).decode())
 
     def estimate_memory(self, n_tokens: int, n_seqs: int = 1) -> Memory:
         """Forecasts the memory of n_seqs sequences of n_tokens each."""
         out = ffi.new("tkv_memory_info *")
-        status = lib.tkv_estimate_memory(self._cfg, as_int("n_tokens", n_tokens), as_int("n_seqs", n_seqs), out)
+        cfg, _arrays = self._parse()
+        status = lib.tkv_estimate_memory(cfg, as_int("n_tokens", n_tokens), as_int("n_seqs", n_seqs), out)
         if status != lib.TKV_OK:
             raise make_error(status)
         return Memory._of(out)
@@ -100,7 +101,8 @@ class Config:
     def estimate_context(self, n_seqs: int = 1) -> int:
         """Forecasts the tokens that each of n_seqs sequences can have within budget.bytes."""
         out = ffi.new("int *")
-        status = lib.tkv_estimate_context(self._cfg, as_int("n_seqs", n_seqs), out)
+        cfg, _arrays = self._parse()
+        status = lib.tkv_estimate_context(cfg, as_int("n_seqs", n_seqs), out)
         if status != lib.TKV_OK:
             raise make_error(status)
         return int(out[0])

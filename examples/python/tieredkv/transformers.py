@@ -1,8 +1,7 @@
 """A cache for Hugging Face's transformers (5.24 or later): attention runs on the compressed blocks, on the CPU.
 
     from tieredkv.transformers import TieredCache   # registers the attention function "tieredkv"
-    model.set_attn_implementation("tieredkv")
-    model.generate(**inputs, past_key_values=TieredCache(model.config, preset="balanced"))
+    model.generate(**inputs, cache=TieredCache(model, preset="balanced"))
 
 TieredCache.update only hands the new keys and values on, with a note of their layer. The attention function finds the note,
 appends them and attends. With another attention function, update returns all keys and values decoded: that works, but is slow.
@@ -10,13 +9,15 @@ Tokens of left padding are not stored.
 """
 from __future__ import annotations
 
+import copy
 import threading
-from typing import Any, Optional, Sequence, Tuple
+import warnings
+from typing import Any, Mapping, Optional, Sequence, Tuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache as HFCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -29,6 +30,11 @@ NAME = "tieredkv"
 _NOTE = "_tieredkv_layer"
 _handed = threading.local()  # .layer: whose keys are on their way to attention_forward
 _TYPES = {torch.float32: lib.TKV_TYPE_F32, torch.float16: lib.TKV_TYPE_F16, torch.bfloat16: lib.TKV_TYPE_BF16}
+
+
+def _take_handed() -> Any:
+    layer, _handed.layer = getattr(_handed, "layer", None), None
+    return layer
 
 
 def _unsupported(sentence: str) -> Exception:
@@ -47,26 +53,46 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     return x.detach().transpose(1, 2).contiguous()
 
 
+class _NoGradient(torch.autograd.Function):  # type: ignore[misc]
+    """Passes its first tensor on. A backward pass through it is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        raise _unsupported("attention over a TieredCache has no gradients")
+
+
+def _shape(config: Any) -> dict[str, int]:
+    """Returns heads and channels of a layer."""
+    n_heads = config.num_attention_heads
+    return {"n_heads": n_heads, "n_kv_heads": getattr(config, "num_key_value_heads", None) or n_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // n_heads}
+
+
 def describe_model(config: Any) -> dict[str, Any]:
     """Returns the keywords of Config for a model of transformers: heads, channels, windows and RoPE."""
     config = config.get_text_config(decoder=True)
-    n_layers, n_heads = config.num_hidden_layers, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-    out: dict[str, Any] = {"n_layers": n_layers, "n_heads": n_heads, "head_dim": head_dim,
-                           "n_kv_heads": getattr(config, "num_key_value_heads", None) or n_heads}
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * n_layers
+    types, options = get_layer_types_and_kwargs(config)
+    if "dummy" in types or getattr(config, "num_kv_shared_layers", None):
+        raise _unsupported("layers that share keys and values, or have none, are not supported")
     others = set(types) - {"full_attention", "sliding_attention"}
     if others:
         raise _unsupported("layers of type %s are not supported" % ", ".join(sorted(others)))
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", None):
-        raise _unsupported("layers that share keys and values are not supported")
-    windows = {str(i): {"window": window} for i, kind in enumerate(types) if kind == "sliding_attention"}
-    if windows:
-        out["layers"] = windows
+    shapes, layers = [_shape(layer) for layer in config.per_layer_config], {}
+    for i, (kind, shape) in enumerate(zip(types, shapes)):
+        fields = {name: number for name, number in shape.items() if number != shapes[0][name]}
+        if kind == "sliding_attention":
+            fields["window"] = options[i]["sliding_window"]
+        if fields:
+            layers[str(i)] = fields
+    out: dict[str, Any] = {"n_layers": len(types), **shapes[0], **({"layers": layers} if layers else {})}
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "default" and "rope_theta" in rope:
-        out["rope"] = {"dim": int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2 * 2, "base": float(rope["rope_theta"])}
+        dim = int(shapes[0]["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2 * 2
+        out["rope"] = {"dim": dim, "base": float(rope["rope_theta"])}
     return out
 
 
@@ -78,41 +104,64 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def __init__(self, owner: TieredCache, index: int) -> None:
-        self.owner, self.index, self.length = owner, index, 0
+        self.owner, self.index, self.length, self.dtype = owner, index, 0, torch.float32
         super().__init__()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.owner._begin(key_states.shape[0])
-        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> Tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized or self.length == 0:
-            self.lazy_initialization(key_states, value_states)
-        self.owner._check_batch(key_states.shape[0])
-        if self.owner.attends:
-            self.length += key_states.shape[-2]
-            note = key_states.detach()
-            setattr(note, _NOTE, self)
-            _handed.layer = self
-            return note, value_states
-        if any(self.owner.pads):
-            raise _unsupported("the cache has no padding, so only the attention function %r can go on" % NAME)
-        k, v, n = _packed(key_states), _packed(value_states), key_states.shape[-2]
-        for start in range(0, n, self.owner.max_append):
-            self._append(k, v, start, min(n, start + self.owner.max_append), self.length)
-        self.length += n
-        keys, values = self._decode()
-        return keys.to(key_states.dtype), values.to(value_states.dtype)
-
-    def _decode(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Returns all keys and values, [batch][heads][length][dim]. Rows are padded on the left with zeros."""
-        pairs = [self.owner.tiered.read(self.index, seq=seq) for seq in self.owner.rows]
-        sides = []
-        for side in (0, 1):
-            rows = [torch.from_numpy(pair[side]).transpose(0, 1) for pair in pairs]
-            sides.append(torch.stack([torch.nn.functional.pad(x, (0, 0, self.length - x.shape[1], 0)) for x in rows]))
+        owner, n, self.dtype = self.owner, key_states.shape[-2], key_states.dtype
+        if _take_handed() is not None:
+            raise _unsupported("the model did not call the attention function %r after its cache" % NAME)
+        with owner.lock:
+            if self.length == 0:
+                self.lazy_initialization(key_states, value_states)
+            self._check(key_states.shape[0], self.length)
+            self.length += n
+            if owner.attends:
+                note = key_states.view_as(key_states)
+                setattr(note, _NOTE, self)
+                _handed.layer = self
+                return note, value_states
+            owner._check_decoding()
+            k, v, before = _packed(key_states), _packed(value_states), self.length - n
+            self._check_shapes(k, v)
+            for start in range(0, n, owner.max_append):
+                self._append(k, v, start, min(n, start + owner.max_append), before)
+            sides = self._decode()
+        if torch.is_grad_enabled():
+            sides = [_NoGradient.apply(side, key_states, value_states) for side in sides]
         return sides[0], sides[1]
+
+    def _check(self, batch: int, before: int) -> None:
+        """Refuses a batch that is not that of the cache, and goes on only where the last call ended."""
+        if batch != len(self.owner.rows):
+            raise make_error(lib.TKV_ERR_ARG, "the batch has %d rows, and the cache has %d" % (batch, len(self.owner.rows)))
+        for row, (seq, pad) in enumerate(zip(self.owner.rows, self.owner.pads)):
+            found, expected = self.owner.tiered.length(seq, self.index), max(0, before - pad)
+            if found != expected:
+                raise make_error(lib.TKV_ERR_STATE, "layer %d has %d tokens of row %d, and not %d: a call failed, or two threads "
+                                 "use the cache; crop or reset it" % (self.index, found, row, expected))
+
+    def _check_shapes(self, k: torch.Tensor, v: torch.Tensor, q: Optional[torch.Tensor] = None) -> None:
+        """Refuses [batch][n][heads][dim] that are not of this layer."""
+        n_heads, heads, dim, v_dim, _ = self.owner.tiered._shape(self.index)
+        for name, x, *expected in (("keys", k, heads, dim), ("values", v, heads, v_dim), ("queries", q, n_heads, dim)):
+            if x is not None and x.shape != (*k.shape[:2], *expected):
+                raise _unsupported("layer %d has %s of shape %r, and %r was expected from the config of the model" % (
+                    self.index, name, tuple(x.shape), (*k.shape[:2], *expected)))
+
+    def _decode(self) -> list[torch.Tensor]:
+        """Returns all keys and values, [batch][heads][length][dim]. Padding and expired tokens are zeros."""
+        tiered = self.owner.tiered
+        sides: list[list[torch.Tensor]] = [[], []]
+        for seq in self.owner.rows:
+            for side, rows in zip(tiered.read(self.index, tiered.layer(self.index, seq).expired, seq=seq), sides):
+                x = torch.from_numpy(side).to(self.dtype).transpose(0, 1)
+                rows.append(torch.nn.functional.pad(x, (0, 0, self.length - x.shape[1], 0)))
+        return [torch.stack(rows) for rows in sides]
 
     @property
     def keys(self) -> Optional[torch.Tensor]:  # decoded, for code that looks into caches
@@ -177,23 +226,32 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
                **options: Any) -> torch.Tensor:
         """Appends the new keys and values, and returns attention of their queries, [batch][n][heads][dim]."""
         q, k, v = _packed(query), _packed(key), _packed(value)
-        batch, n = q.shape[:2]
-        before = self.length - n
-        bias = None if mask is None else self._read_mask(mask, before, n)
-        if bias is not None and bias.shape[1] > 1:  # it says which later tokens a query sees, too
-            later = torch.ones(n, n, dtype=torch.bool).triu(1)
-            causal = causal and not bool((bias[:, :, before:before + n].gt(-1e30) & later).any())
-        out = torch.zeros(batch, n, q.shape[2], v.shape[3], dtype=q.dtype)
-        step = self.owner.max_append
-        for start in range(0, n, step):
-            self._append(k, v, start, min(n, start + step), before)
-            if causal:
-                self._attend(q, out, bias, start, min(n, start + step), before, causal, options)
-        if not causal:
-            self._attend(q, out, bias, 0, n, before, causal, options)
+        n, before, step = q.shape[1], self.length - q.shape[1], self.owner.max_append
+        with self.owner.lock:
+            self._check(q.shape[0], before)
+            self._check_shapes(k, v, q)
+            bias = None if mask is None else self._read_mask(mask, before, n)
+            if bias is not None and bias.shape[1] > 1:  # it says which later tokens a query sees, too
+                later = torch.ones(n, n, dtype=torch.bool).triu(1)
+                causal = causal and not bool((bias[:, :, before:].gt(-1e30) & later).any())
+            table = None if bias is None else self._shift_columns(bias, n)
+            out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+            for start in range(0, n, step):
+                self._append(k, v, start, min(n, start + step), before)
+                if causal:
+                    self._attend(q, out, table, start, min(n, start + step), before, causal, options)
+            if not causal:
+                self._attend(q, out, table, 0, n, before, causal, options)
         return out
 
-    def _attend(self, q: torch.Tensor, out: torch.Tensor, bias: Optional[torch.Tensor], start: int, end: int, before: int,
+    def _shift_columns(self, bias: torch.Tensor, n: int) -> torch.Tensor:
+        """Returns a mask [batch][n][length], whose columns of each row begin behind its padding."""
+        table = torch.full((len(self.owner.rows), n, self.length), -torch.inf)
+        for row, pad in enumerate(self.owner.pads):
+            table[row, :, :self.length - pad] = bias[min(row, len(bias) - 1), :, pad:]
+        return table
+
+    def _attend(self, q: torch.Tensor, out: torch.Tensor, table: Optional[torch.Tensor], start: int, end: int, before: int,
                 causal: bool, options: dict[str, Any]) -> None:
         n, entries = q.shape[1], self._entries(start, end, before)
         if not entries:
@@ -203,10 +261,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
         p = ffi.new("tkv_attend_params *", {
             "layer": self.index, "batch": batch, "n_batch": len(entries), "first_rows": firsts, "q": _pointer(q),
             "q_type": _TYPES[q.dtype], "out": _pointer(out), "out_type": _TYPES[out.dtype], "non_causal": not causal, **options})
-        if bias is not None:  # the columns of each row begin behind its padding
-            table = torch.full((q.shape[0], n, self.length), -torch.inf)
-            for row, pad in enumerate(self.owner.pads):
-                table[row, :, :self.length - pad] = bias[min(row, len(bias) - 1), :, pad:]
+        if table is not None:
             p.mask, p.mask_stride = _pointer(table), self.length
         self.owner.tiered._attend(p)
 
@@ -233,25 +288,28 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
 class TieredCache(HFCache):  # type: ignore[misc]
     """The cache of a model for `past_key_values`. Each row of a batch is a sequence of one tieredkv.Cache, `tiered`.
 
-    config      the config of the model, or the model
-    max_batch   most rows that the cache will have, as by beams; 0: those of the first batch, 16 at least
+    model       the model, which gets the attention function "tieredkv"; or its config
+    max_seqs    most rows of a batch, beams included; 0: those of the first batch, 16 at least
     threads     threads of one call of attention
     keywords    the plan, as in tieredkv.Config: preset="compact", hot_tokens=256, budget={"bytes": "512M"}
     """
 
-    def __init__(self, config: Any, *, max_batch: int = 0, threads: int = 1, **keywords: Value) -> None:
-        self.model_config = getattr(config, "config", config).get_text_config(decoder=True)
-        described = describe_model(self.model_config)
-        layers = keywords.pop("layers", None)
-        if layers is not None and "layers" in described:
-            raise _unsupported("layers of this model have windows, so `layers` is taken")
-        self.keywords: dict[str, Any] = {**described, **keywords, **({} if layers is None else {"layers": layers})}
-        checked = Config(**self.keywords)  # raises now, and not in the first forward pass
-        self.max_batch, self.threads, self.max_append = max_batch, threads, checked.max_append
+    def __init__(self, model: Any, *, max_seqs: int = 0, threads: int = 1, **keywords: Value) -> None:
+        self.model_config = getattr(model, "config", model).get_text_config(decoder=True)
+        described, layers = describe_model(self.model_config), keywords.get("layers")
+        self.keywords: dict[str, Any] = {**described, **keywords}
+        if isinstance(layers, Mapping):
+            own = described.get("layers", {})
+            self.keywords["layers"] = {**own, **{name: {**own.get(name, {}), **fields} for name, fields in layers.items()}}
+        self.max_append = Config(**self.keywords).max_append  # raises now, and not in the first forward pass
+        self.max_seqs, self.threads, self.lock = max_seqs, threads, threading.RLock()
         self.rows: list[int] = []  # the sequence of each row of the batch
         self.pads: list[int] = []  # tokens of left padding of each row, which are not stored
         self._tiered: Optional[Cache] = None
+        self._warned = False
         super().__init__(layers=[TieredLayer(self, i) for i in range(described["n_layers"])])
+        if isinstance(model, torch.nn.Module):
+            model.set_attn_implementation(NAME)
 
     @property
     def tiered(self) -> Cache:
@@ -265,62 +323,69 @@ class TieredCache(HFCache):  # type: ignore[misc]
         """Whether the model uses the attention function of this module."""
         return bool(self.model_config._attn_implementation == NAME)
 
+    def _check_decoding(self) -> None:
+        """Warns once of the cost of another attention function, and refuses it where padding is not stored."""
+        if any(self.pads):
+            raise _unsupported("the cache has no padding, so only the attention function %r can go on" % NAME)
+        if not self._warned:
+            self._warned = True
+            warnings.warn("attention is %r, so each step decodes all keys and values; model.set_attn_implementation(%r) avoids it"
+                          % (self.model_config._attn_implementation, NAME), stacklevel=2)
+
     def _begin(self, batch: int) -> None:
         """Gives each row a sequence, before the first token."""
-        if self.rows and any(layer.length for layer in self.layers):
+        if any(layer.length for layer in self.layers):
             return
         if self._tiered is None:
-            self.max_batch = self.max_batch or max(16, batch)
-            self._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": self.max_batch})
+            self.max_seqs = self.max_seqs or max(16, batch)
+            self._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": self.max_seqs})
         self._check_room(batch)
         self.reset()
         self.rows, self.pads = list(range(batch)), [0] * batch
 
     def _check_room(self, batch: int) -> None:
-        if batch > self.max_batch:
-            raise make_error(lib.TKV_ERR_CAPACITY, "the batch has %d rows, and max_batch is %d" % (batch, self.max_batch))
-
-    def _check_batch(self, batch: int) -> None:
-        if batch != len(self.rows):
-            raise make_error(lib.TKV_ERR_ARG, "the batch has %d rows, and the cache has %d" % (batch, len(self.rows)))
+        if batch > self.max_seqs:
+            raise make_error(lib.TKV_ERR_CAPACITY, "the batch has %d rows, and max_seqs is %d" % (batch, self.max_seqs))
 
     def reset(self) -> None:
         """Empties the cache. The next batch may have another size. Learned tables stay."""
-        for seq in range(self.max_batch if self._tiered is not None else 0):
-            self.tiered.reset(seq)
-        for layer in self.layers:
-            layer.length = 0
-        self.rows, self.pads = [], []
+        with self.lock:
+            for seq in range(self.max_seqs if self._tiered is not None else 0):
+                self.tiered.reset(seq)
+            for layer in self.layers:
+                layer.length = 0
+            self.rows, self.pads = [], []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest -tokens_to_remove tokens of each row."""
         if tokens_to_remove > 0:
             raise make_error(lib.TKV_ERR_ARG, "tokens_to_remove is %d, and must be 0 or less" % tokens_to_remove)
-        length = max(0, self.get_seq_length() + tokens_to_remove)
-        for row, seq in enumerate(self.rows):
-            self.tiered.truncate(seq, max(0, length - self.pads[row]))
-            self.pads[row] = min(self.pads[row], length)
-        for layer in self.layers:
-            layer.length = min(layer.length, length)
+        with self.lock:
+            length = max(0, self.get_seq_length() + tokens_to_remove)
+            for row, seq in enumerate(self.rows):
+                self.tiered.truncate(seq, max(0, length - self.pads[row]))
+                self.pads[row] = min(self.pads[row], length)
+            for layer in self.layers:
+                layer.length = min(layer.length, length)
 
     def _select(self, chosen: Sequence[int]) -> None:
         """Makes the chosen rows the batch. A row that is chosen again is forked: it shares its blocks."""
-        if not self.rows or list(chosen) == list(range(len(self.rows))):
-            return
-        self._check_room(len(chosen))
-        for row in set(range(len(self.rows))) - set(chosen):
-            self.tiered.reset(self.rows[row])
-        taken = {self.rows[row] for row in chosen}
-        free = [seq for seq in range(self.max_batch) if seq not in taken]
-        rows: list[int] = []
-        for row in chosen:
-            seq = self.rows[row]
-            if seq in rows:
-                dst = free.pop(0)
-                self.tiered.fork(seq, dst)
-                seq = dst
-            rows.append(seq)
-        self.rows, self.pads = rows, [self.pads[row] for row in chosen]
+        with self.lock:
+            if not self.rows or list(chosen) == list(range(len(self.rows))):
+                return
+            self._check_room(len(chosen))
+            for row in set(range(len(self.rows))) - set(chosen):
+                self.tiered.reset(self.rows[row])
+            taken = {self.rows[row] for row in chosen}
+            free = [seq for seq in range(self.max_seqs) if seq not in taken]
+            rows: list[int] = []
+            for row in chosen:
+                seq = self.rows[row]
+                if seq in rows:
+                    seq = free.pop(0)
+                    self.tiered.fork(self.rows[row], seq)
+                rows.append(seq)
+            self.rows, self.pads = rows, [self.pads[row] for row in chosen]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Takes the rows of a beam search."""
@@ -335,16 +400,16 @@ class TieredCache(HFCache):  # type: ignore[misc]
         self._select([row for row in range(len(self.rows)) for _ in range(repeats)])
 
     def __deepcopy__(self, memo: Any) -> TieredCache:
-        """A copy in other memory, as chats make it of a prompt."""
-        other = TieredCache(self.model_config, max_batch=self.max_batch, threads=self.threads)
-        other.keywords, other.max_append = dict(self.keywords), self.max_append
-        if self._tiered is not None:
-            other._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": self.max_batch})
-            other._tiered.load(self._tiered.save(None), None)
-        other.rows, other.pads = list(self.rows), list(self.pads)
-        for mine, its in zip(self.layers, other.layers):
-            its.length, its.is_initialized = mine.length, mine.is_initialized
+        """A copy in other memory, as chats make it of a prompt. It is of the same model."""
+        with self.lock:
+            other = TieredCache(self.model_config, max_seqs=self.max_seqs, threads=self.threads, **self.keywords)
+            other._tiered, other.rows, other.pads = copy.copy(self._tiered), list(self.rows), list(self.pads)
+            for mine, its in zip(self.layers, other.layers):
+                its.length, its.dtype = mine.length, mine.dtype
         return other
+
+    def __reduce__(self) -> Any:
+        raise _unsupported("a TieredCache belongs to a model, so it cannot be pickled; cache.tiered can")
 
     def __repr__(self) -> str:
         return "TieredCache(%d layers, %d rows, %d tokens)" % (len(self.layers), len(self.rows), self.get_seq_length())
@@ -387,22 +452,24 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       **kwargs: Any) -> Tuple[torch.Tensor, None]:
     """The attention function of transformers: appends and attends in the TieredCache that key came from."""
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    layer, handed = getattr(key, _NOTE, None), getattr(_handed, "layer", None)
-    _handed.layer = None
-    if layer is not handed:
+    layer = getattr(key, _NOTE, None)
+    if layer is not _take_handed():
         raise _unsupported("the model changes keys between its cache and its attention, so their layer is not known")
+    if kwargs.get("output_attentions"):
+        raise _unsupported("%r has no attention weights to put out: use the attention function 'eager'" % NAME)
     if layer is None:
         if softcap is not None or s_aux is not None:
             raise _unsupported("softcap and learned sinks need a TieredCache")
         return _attend_without_cache(module, query, key, value, attention_mask, causal, sliding_window or 0, dropout=dropout,
                                      scaling=scaling, position_bias=position_bias), None
-    if position_bias is not None or dropout or (module.training and query.requires_grad):
-        raise _unsupported("a position_bias, dropout and training are not supported by a TieredCache")
+    if position_bias is not None or dropout:
+        raise _unsupported("a position_bias and dropout are not supported by a TieredCache")
     options: dict[str, Any] = {"scale": scaling or 0.0, "softcap": softcap or 0.0, "window": sliding_window or 0}
     sinks = None if s_aux is None else s_aux.detach().float().contiguous()
     if sinks is not None:
         options["sink_logits"] = ffi.cast("float *", sinks.data_ptr())
-    return layer.attend(query, key, value, attention_mask, causal, **options), None
+    out = layer.attend(query, key, value, attention_mask, causal, **options)
+    return _NoGradient.apply(out, query, key, value) if torch.is_grad_enabled() else out, None
 
 
 AttentionInterface.register(NAME, attention_forward)
