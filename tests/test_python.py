@@ -587,6 +587,7 @@ class Transformers(unittest.TestCase):
         import transformers
         import tieredkv.transformers as tiered
         warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="attention is '")
         transformers.logging.set_verbosity_error()
 
     def setUp(self):
@@ -594,7 +595,7 @@ class Transformers(unittest.TestCase):
         torch.set_num_threads(1)
 
     def model(self, kind="Llama", **options):
-        config = getattr(transformers, kind + ("TextConfig" if kind == "Gemma4" else "Config"))(**{
+        config = getattr(transformers, kind + ("TextConfig" if kind in ("Gemma3n", "Gemma4") else "Config"))(**{
             "vocab_size": 200, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
             "eos_token_id": None, **options})
@@ -818,16 +819,19 @@ class Transformers(unittest.TestCase):
         self.near(self.forward(model, "eager", ids), self.forward(model, "tieredkv", ids, self.cache(model)))
 
     def test_architectures(self):
-        """Heads, norms, windows and RoPE of other models; and layers of other shapes (Gemma 4)."""
+        """Heads, norms, windows and RoPE of other models. Gemma 4 has layers of other shapes, and layers that share keys."""
         ids, mask = torch.randint(2, 200, (2, 50)), torch.ones(2, 50, dtype=torch.long)
         mask[0, :20] = 0
         inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        gemma = {"vocab_size_per_layer_input": 200, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
-                 "num_hidden_layers": 6, "num_kv_shared_layers": 0}
+        gemma = {"vocab_size_per_layer_input": 200, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 16,
+                 "layer_types": ["sliding_attention", "full_attention"] * 3}
+        gemma3n = {"attention_dropout": 0.0, "activation_sparsity_pattern": [0.0] * 6}
+        gemma4 = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
         for kind, options in (
                 ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}), ("Qwen3", {"head_dim": 32}),
                 ("Phi3", {}), ("GPTNeoX", {"num_key_value_heads": 4}), ("SmolLM3", {}), ("Olmo3", {"sliding_window": 16}),
-                ("Mixtral", {"num_local_experts": 2, "sliding_window": 16}), ("Gemma4", {"sliding_window": 16, **gemma})):
+                ("Mixtral", {"num_local_experts": 2, "sliding_window": 16}), ("Gemma3n", {**gemma, **gemma3n}),
+                ("Gemma4", {**gemma, **gemma4})):
             with self.subTest(kind):
                 model = self.model(kind, **options)
                 exact, cache = self.forward(model, "eager", ids, **inputs), self.cache(model)
@@ -836,6 +840,13 @@ class Transformers(unittest.TestCase):
                 cache.reset()
                 parts = [self.forward(model, "tieredkv", part, cache) for part in ids.split(30, 1)]
                 self.near(self.forward(model, "eager", ids), torch.cat(parts, 1))
+                text = self.generate(model, "tieredkv", ids, self.cache(model))
+                self.assertEqual(text, self.generate(model, "eager", ids))
+        model = self.model("Gemma3n", **gemma, **gemma3n)
+        with self.assertRaisesRegex(Exception, "layers share keys, so a call takes at most max_append tokens, 16, and not 50"):
+            self.forward(model, "tieredkv", ids, self.cache(model, max_append=16))
+        text = self.generate(model, "tieredkv", ids, self.cache(model, max_append=16), prefill_chunk_size=16)
+        self.assertEqual(text, self.generate(model, "eager", ids))
 
     def test_learned_sinks(self):
         model = self.model("GptOss", sliding_window=16, num_local_experts=2, num_experts_per_tok=1, rope_parameters={
@@ -869,6 +880,10 @@ class Transformers(unittest.TestCase):
         cache.layers[0].update(k, k)
         with self.assertRaisesRegex(Exception, "the model changes keys between its cache and its attention"):
             tiered.attention_forward(model, torch.zeros(1, 4, 1, 16), k, k, None)
+        cache.crop(-1)
+        cache.layers[0].update(k, k)
+        with self.assertRaisesRegex(Exception, "the model did not call the attention function 'tieredkv' after its cache"):
+            cache.layers[1].update(k, k)
         with self.assertRaisesRegex(Exception, "layers of type chunked_attention are not supported"):
             tiered.TieredCache(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"], attention_chunk_size=8))
         with self.assertRaisesRegex(Exception, "has no attention weights to put out"):

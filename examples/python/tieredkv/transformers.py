@@ -76,14 +76,15 @@ def describe_model(config: Any) -> dict[str, Any]:
     """Returns the keywords of Config for a model of transformers: heads, channels, windows and RoPE."""
     config = config.get_text_config(decoder=True)
     types, options = get_layer_types_and_kwargs(config)
-    if "dummy" in types or getattr(config, "num_kv_shared_layers", None):
-        raise _unsupported("layers that share keys and values, or have none, are not supported")
-    others = set(types) - {"full_attention", "sliding_attention"}
+    others = set(types) - {"full_attention", "sliding_attention", "dummy"}
     if others:
         raise _unsupported("layers of type %s are not supported" % ", ".join(sorted(others)))
-    shapes, layers = [_shape(layer) for layer in config.per_layer_config], {}
+    shapes = [_shape(layer) for layer in config.per_layer_config]
+    layers: dict[str, dict[str, Any]] = {}
     for i, (kind, shape) in enumerate(zip(types, shapes)):
-        fields = {name: number for name, number in shape.items() if number != shapes[0][name]}
+        fields: dict[str, Any] = {name: number for name, number in shape.items() if number != shapes[0][name]}
+        if kind == "dummy":  # it reads the keys and values of another layer, or has no attention
+            fields = {"no_cache": True}
         if kind == "sliding_attention":
             fields["window"] = options[i]["sliding_window"]
         if fields:
@@ -127,7 +128,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
                 return note, value_states
             owner._check_decoding()
             k, v, before = _packed(key_states), _packed(value_states), self.length - n
-            self._check_shapes(k, v)
+            self._check_shapes(n, keys=k, values=v)
             for start in range(0, n, owner.max_append):
                 self._append(k, v, start, min(n, start + owner.max_append), before)
             sides = self._decode()
@@ -145,13 +146,14 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
                 raise make_error(lib.TKV_ERR_STATE, "layer %d has %d tokens of row %d, and not %d: a call failed, or two threads "
                                  "use the cache; crop or reset it" % (self.index, found, row, expected))
 
-    def _check_shapes(self, k: torch.Tensor, v: torch.Tensor, q: Optional[torch.Tensor] = None) -> None:
-        """Refuses [batch][n][heads][dim] that are not of this layer."""
+    def _check_shapes(self, n: int, **tensors: torch.Tensor) -> None:
+        """Refuses queries, keys and values, [batch][n][heads][dim], that are not of this layer."""
         n_heads, heads, dim, v_dim, _ = self.owner.tiered._shape(self.index)
-        for name, x, *expected in (("keys", k, heads, dim), ("values", v, heads, v_dim), ("queries", q, n_heads, dim)):
-            if x is not None and x.shape != (*k.shape[:2], *expected):
+        shapes = {"queries": (n, n_heads, dim), "keys": (n, heads, dim), "values": (n, heads, v_dim)}
+        for name, x in tensors.items():
+            if x.shape[1:] != shapes[name]:
                 raise _unsupported("layer %d has %s of shape %r, and %r was expected from the config of the model" % (
-                    self.index, name, tuple(x.shape), (*k.shape[:2], *expected)))
+                    self.index, name, tuple(x.shape), (x.shape[0], *shapes[name])))
 
     def _decode(self) -> list[torch.Tensor]:
         """Returns all keys and values, [batch][heads][length][dim]. Padding and expired tokens are zeros."""
@@ -223,13 +225,17 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
         self.owner.tiered._call(lib.tkv_append_ex, p)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Optional[torch.Tensor], causal: bool,
-               **options: Any) -> torch.Tensor:
-        """Appends the new keys and values, and returns attention of their queries, [batch][n][heads][dim]."""
+               append: bool, **options: Any) -> torch.Tensor:
+        """Appends the new keys and values, and returns attention of their queries, [batch][n][heads][dim]. append False: another
+        layer of the model, with the same keys, has appended them, and the queries are of its last tokens."""
         q, k, v = _packed(query), _packed(key), _packed(value)
         n, before, step = q.shape[1], self.length - q.shape[1], self.owner.max_append
+        if not append and n > step:
+            raise make_error(lib.TKV_ERR_CAPACITY, "layers share keys, so a call takes at most max_append tokens, %d, and not %d: "
+                             "set max_append, or prefill_chunk_size of generate" % (step, n))
         with self.owner.lock:
-            self._check(q.shape[0], before)
-            self._check_shapes(k, v, q)
+            self._check(q.shape[0], before if append else self.length)
+            self._check_shapes(n, queries=q, **({"keys": k, "values": v} if append else {}))
             bias = None if mask is None else self._read_mask(mask, before, n)
             if bias is not None and bias.shape[1] > 1:  # it says which later tokens a query sees, too
                 later = torch.ones(n, n, dtype=torch.bool).triu(1)
@@ -237,7 +243,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
             table = None if bias is None else self._shift_columns(bias, n)
             out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
             for start in range(0, n, step):
-                self._append(k, v, start, min(n, start + step), before)
+                if append:
+                    self._append(k, v, start, min(n, start + step), before)
                 if causal:
                     self._attend(q, out, table, start, min(n, start + step), before, causal, options)
             if not causal:
@@ -452,8 +459,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
                       **kwargs: Any) -> Tuple[torch.Tensor, None]:
     """The attention function of transformers: appends and attends in the TieredCache that key came from."""
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    layer = getattr(key, _NOTE, None)
-    if layer is not _take_handed():
+    layer, handed = getattr(key, _NOTE, None), _take_handed()
+    if handed is not None and handed is not layer:
         raise _unsupported("the model changes keys between its cache and its attention, so their layer is not known")
     if kwargs.get("output_attentions"):
         raise _unsupported("%r has no attention weights to put out: use the attention function 'eager'" % NAME)
@@ -468,7 +475,7 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     sinks = None if s_aux is None else s_aux.detach().float().contiguous()
     if sinks is not None:
         options["sink_logits"] = ffi.cast("float *", sinks.data_ptr())
-    out = layer.attend(query, key, value, attention_mask, causal, **options)
+    out = layer.attend(query, key, value, attention_mask, causal, handed is not None, **options)
     return _NoGradient.apply(out, query, key, value) if torch.is_grad_enabled() else out, None
 
 
