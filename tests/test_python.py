@@ -22,6 +22,7 @@ import threading
 import time
 import unittest
 import warnings
+import weakref
 
 sys.dont_write_bytecode = True
 os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
@@ -658,8 +659,11 @@ class Transformers(unittest.TestCase):
         with self.assertWarnsRegex(UserWarning, "attention is 'eager', so each step decodes all keys and values"):
             self.assertEqual(self.generate(model, "eager", ids, self.cache(model), n=100), want)  # its attention
         cache = tiered.TieredCache(model, **self.EXACT)  # changes the attention function of the model
+        alive = weakref.ref(cache)
         text = model.generate(ids, past_key_values=cache, max_new_tokens=100, do_sample=False)  # the name until transformers 6
         self.assertEqual((text.tolist(), cache.tiered.length(0)), (want, 129))
+        del cache
+        self.assertIsNone(alive())
 
     def test_conversation(self):
         """generate goes on in a cache that has the text so far."""
@@ -901,6 +905,8 @@ class Transformers(unittest.TestCase):
             model.set_attn_implementation(how)
             with self.assertRaisesRegex(Exception, "has no gradients"):
                 model(ids, cache=self.cache(model)).logits.sum().backward()
+        with self.assertRaisesRegex(ValueError, "attn_implementation"):  # if this fails, the README has a sentence too many
+            model.generate(ids, cache=self.cache(model), attn_implementation="tieredkv")
         other = self.model(num_key_value_heads=4)
         with self.assertRaisesRegex(Exception, r"keys of shape \(1, 9, 2, 16\), and \(1, 9, 4, 16\) was expected"):
             self.forward(model, "tieredkv", ids, self.cache(other))  # of another model

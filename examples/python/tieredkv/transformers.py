@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from typing import Any, Mapping, Optional, Sequence, Tuple
+import weakref
+from typing import Any, Mapping, Optional, Sequence, Tuple, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -105,7 +106,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def __init__(self, owner: TieredCache, index: int) -> None:
-        self.owner, self.index, self.length, self.dtype = owner, index, 0, torch.float32
+        self.owner = cast(TieredCache, weakref.proxy(owner))  # a cache is freed with its last name, without gc
+        self.index, self.length, self.dtype = index, 0, torch.float32
         super().__init__()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -207,22 +209,20 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise _unsupported("reorder the cache, not one layer")
 
-    def _entries(self, start: int, end: int, before: int) -> list[Tuple[int, int, int]]:
-        """Returns sequence, batch row and first token of the new tokens start to end - 1, padding left out."""
+    def _batch(self, n: int, start: int, end: int, before: int) -> dict[str, Any]:
+        """Returns the batch of the new tokens start to end - 1 of arrays [batch][n], padding left out. `before` tokens of
+        transformers' precede the new ones. cffi keeps no pointer alive, so the result must live as long as the call."""
         firsts = [max(start, pad - before) for pad in self.owner.pads]
-        return [(seq, row, first) for row, (seq, first) in enumerate(zip(self.owner.rows, firsts)) if first < end]
+        entries = [(seq, row, first) for row, (seq, first) in enumerate(zip(self.owner.rows, firsts)) if first < end]
+        return {"layer": self.index, "n_batch": len(entries),
+                "batch": ffi.new("tkv_rows[]", [(seq, end - first) for seq, _, first in entries] or 1),
+                "first_rows": ffi.new("int[]", [row * n + first for _, row, first in entries] or 1)}
 
     def _append(self, k: torch.Tensor, v: torch.Tensor, start: int, end: int, before: int) -> None:
-        """Appends the new tokens start to end - 1 of [batch][n][heads][dim]. before: tokens of transformers' before them."""
-        n, entries = k.shape[1], self._entries(start, end, before)
-        if not entries:
-            return
-        batch = ffi.new("tkv_rows[]", [(seq, end - first) for seq, _, first in entries])  # cffi keeps no pointer alive
-        firsts = ffi.new("int[]", [row * n + first for _, row, first in entries])
-        p = ffi.new("tkv_append_params *", {
-            "layer": self.index, "batch": batch, "n_batch": len(entries), "first_rows": firsts, "k": _pointer(k),
-            "v": _pointer(v), "k_type": _TYPES[k.dtype], "v_type": _TYPES[v.dtype]})
-        self.owner.tiered._call(lib.tkv_append_ex, p)
+        """Appends the new tokens start to end - 1 of [batch][n][heads][dim]."""
+        batch = self._batch(k.shape[1], start, end, before)
+        self.owner.tiered._call(lib.tkv_append_ex, ffi.new("tkv_append_params *", {
+            **batch, "k": _pointer(k), "v": _pointer(v), "k_type": _TYPES[k.dtype], "v_type": _TYPES[v.dtype]}))
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Optional[torch.Tensor], causal: bool,
                append: bool, **options: Any) -> torch.Tensor:
@@ -260,14 +260,10 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _attend(self, q: torch.Tensor, out: torch.Tensor, table: Optional[torch.Tensor], start: int, end: int, before: int,
                 causal: bool, options: dict[str, Any]) -> None:
-        n, entries = q.shape[1], self._entries(start, end, before)
-        if not entries:
-            return
-        batch = ffi.new("tkv_rows[]", [(seq, end - first) for seq, _, first in entries])
-        firsts = ffi.new("int[]", [row * n + first for _, row, first in entries])
+        batch = self._batch(q.shape[1], start, end, before)
         p = ffi.new("tkv_attend_params *", {
-            "layer": self.index, "batch": batch, "n_batch": len(entries), "first_rows": firsts, "q": _pointer(q),
-            "q_type": _TYPES[q.dtype], "out": _pointer(out), "out_type": _TYPES[out.dtype], "non_causal": not causal, **options})
+            **batch, "q": _pointer(q), "q_type": _TYPES[q.dtype], "out": _pointer(out), "out_type": _TYPES[out.dtype],
+            "non_causal": not causal, **options})
         if table is not None:
             p.mask, p.mask_stride = _pointer(table), self.length
         self.owner.tiered._attend(p)
@@ -275,7 +271,8 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
     def _read_mask(self, mask: torch.Tensor, before: int, n: int) -> Optional[torch.Tensor]:
         """Returns a mask as numbers for the logits, [batch or 1][n or 1][length], and notes new padding. None: nothing but
         padding is hidden."""
-        if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[-1] < self.length or mask.shape[-2] not in (1, n):
+        if (mask.ndim != 4 or mask.shape[0] not in (1, len(self.owner.rows)) or mask.shape[1] != 1
+                or mask.shape[2] not in (1, n) or mask.shape[3] < self.length):
             raise _unsupported("a mask of shape %r is not supported: it must be [batch][1][%d][%d or more]"
                                % (tuple(mask.shape), n, self.length))
         mask = mask[:, 0, :, :self.length]
@@ -293,7 +290,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class TieredCache(HFCache):  # type: ignore[misc]
-    """The cache of a model for `past_key_values`. Each row of a batch is a sequence of one tieredkv.Cache, `tiered`.
+    """The cache of a model, for `cache` of generate. Each row of a batch is a sequence of one tieredkv.Cache, `tiered`.
 
     model       the model, which gets the attention function "tieredkv"; or its config
     max_seqs    most rows of a batch, beams included; 0: those of the first batch, 16 at least
