@@ -793,6 +793,8 @@ class Transformers(unittest.TestCase):
         cache = fresh(max_seqs=4)
         with self.assertRaisesRegex(Exception, "the batch has 6 rows, and max_seqs is 4"):
             cache.batch_repeat_interleave(2)
+        with self.assertRaisesRegex(ValueError, r"rows \[0, 3\] are chosen, and the cache has 3"):
+            cache.reorder_cache(torch.tensor([0, 3]))
         with self.assertRaisesRegex(ValueError, "the batch has 1 rows, and the cache has 3"):
             self.forward(model, "tieredkv", ids[:1], cache)
 
@@ -899,7 +901,7 @@ class Transformers(unittest.TestCase):
             tiered.TieredCache(transformers.LlamaConfig(num_hidden_layers=1, layer_types=["chunked_attention"], attention_chunk_size=8))
         with self.assertRaisesRegex(Exception, "has no attention weights to put out"):
             self.forward(model, "tieredkv", ids, self.cache(model), output_attentions=True)
-        with self.assertRaisesRegex(Exception, "cannot be pickled; cache.tiered can"):
+        with self.assertRaisesRegex(Exception, "only copy.deepcopy copies it; cache.tiered can be pickled"):
             pickle.dumps(cache)
         for how in ("tieredkv", "eager"):
             model.set_attn_implementation(how)

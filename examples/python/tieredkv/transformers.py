@@ -378,6 +378,8 @@ class TieredCache(HFCache):  # type: ignore[misc]
             if not self.rows or list(chosen) == list(range(len(self.rows))):
                 return
             self._check_room(len(chosen))
+            if not all(0 <= row < len(self.rows) for row in chosen):
+                raise make_error(lib.TKV_ERR_ARG, "rows %r are chosen, and the cache has %d" % (list(chosen), len(self.rows)))
             for row in set(range(len(self.rows))) - set(chosen):
                 self.tiered.reset(self.rows[row])
             taken = {self.rows[row] for row in chosen}
@@ -413,7 +415,7 @@ class TieredCache(HFCache):  # type: ignore[misc]
         return other
 
     def __reduce__(self) -> Any:
-        raise _unsupported("a TieredCache belongs to a model, so it cannot be pickled; cache.tiered can")
+        raise _unsupported("a TieredCache belongs to a model, so only copy.deepcopy copies it; cache.tiered can be pickled")
 
     def __repr__(self) -> str:
         return "TieredCache(%d layers, %d rows, %d tokens)" % (len(self.layers), len(self.rows), self.get_seq_length())
