@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts header check layout format ci \
+.PHONY: help run chat npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts llama-patch header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo '                ARGS="--plan preset=compact" (build/bench/tasks --help)'
 	@echo 'make tables     makes all tables and the picture of bench/QUALITY.md, in hours; TABLES="name ..."'
 	@echo 'make report     makes a page of quality, speed and budgets from runs in build/; measures quickly what is missing'
+	@echo 'make llama-patch    applies examples/llama.patch to llama.cpp, builds and tests it, in 15 minutes; DIR=folder'
 	@echo 'make gpu-check  tests tieredkv_cuda.cu on a GPU against the CPU, and with compute-sanitizer'
 	@echo 'make gpu-bench  measures its speed, and compares FP16 and PyTorch; NVCC_FLAGS=-arch=sm_90'
 	@echo 'make header     builds tieredkv.h and tieredkv_cuda.cu from src/'
@@ -194,6 +195,10 @@ texts:
 	@cd $(TEXTS) && $(UNPACK) libstb-dev_*.deb | tar xO ./usr/include/stb/stb_image.h >c.txt
 	@cd $(TEXTS) && $(UNPACK) python3-bottle_*.deb | tar xO ./usr/lib/python3/dist-packages/bottle.py >python.txt
 	@ls -l $(TEXTS)/*.txt
+
+# llama.cpp with a KV cache in tiers.
+llama-patch:
+	tools/llama_patch.sh $(DIR)
 
 # The other programs in bench/ answer one question each, or need a model.
 BENCHES = build/bench/attend build/bench/append build/bench/prefill build/bench/mass build/bench/keep

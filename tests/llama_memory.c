@@ -1,0 +1,261 @@
+/*
+ * llama_memory.c - sequences of llama.cpp on a KV cache in tiers, through llama.h alone. tests/test_llama_patch.py builds
+ * and runs it: llama_memory MODEL TEXT.
+ */
+#include <llama.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST = 2048, SHORT = 300 };
+
+static const char exact_plan[] = "tiers.hot_tokens = unlimited, tiers.hot = f32";
+static const char tiered_plan[] = "preset = balanced, tiers.warm_tokens = 64";
+static struct llama_model *model;
+static int tokens[MOST], vocab, n_checks, n_failed;
+
+static void expect(int ok, const char *what, double x) {
+    n_checks++;
+    if (ok) return;
+    n_failed++;
+    printf("failed: %s (%g)\n", what, x);
+}
+
+static struct llama_context *create(const char *plan, int n_ctx) {
+    struct llama_context_params p = llama_context_default_params();
+    p.n_ctx = (uint32_t)n_ctx;
+    p.n_batch = 512;
+    p.n_ubatch = 64;
+    p.n_seq_max = 4;
+    p.kv_unified = true;
+    p.n_threads = p.n_threads_batch = 1;
+    p.kv_plan = plan;
+    struct llama_context *ctx = llama_init_from_model(model, p);
+    if (!ctx) exit((printf("no context: %s\n", plan), 1));
+    return ctx;
+}
+
+/* Decodes n tokens, from `first` of the text on, for sequences seq to seq + n_seqs - 1. */
+static int decode(struct llama_context *ctx, int first, int n, int pos, int seq, int n_seqs) {
+    struct llama_batch batch = llama_batch_init(n, 0, n_seqs);
+    batch.n_tokens = n;
+    for (int i = 0; i < n; i++) {
+        batch.token[i] = tokens[first + i];
+        batch.pos[i] = pos + i;
+        batch.n_seq_id[i] = n_seqs;
+        for (int j = 0; j < n_seqs; j++) batch.seq_id[i][j] = seq + j;
+        batch.logits[i] = i == n - 1;
+    }
+    const int status = llama_decode(ctx, batch);
+    llama_batch_free(batch);
+    return status;
+}
+
+/* Decodes one token behind a sequence, copies its logits, and removes it. */
+static float *look(struct llama_context *ctx, int seq) {
+    llama_memory_t mem = llama_get_memory(ctx);
+    const int pos = llama_memory_seq_pos_max(mem, seq) + 1;
+    float *logits = malloc((size_t)vocab * sizeof *logits);
+    expect(decode(ctx, MOST - 1, 1, pos, seq, 1) == 0, "a token is decoded", pos);
+    memcpy(logits, llama_get_logits_ith(ctx, -1), (size_t)vocab * sizeof *logits);
+    expect(llama_memory_seq_rm(mem, seq, pos, -1), "a token is removed", pos);
+    return logits;
+}
+
+/* Largest difference, relative to the range of a. Frees both. */
+static double difference(float *a, float *b) {
+    double most = 0, range = 1e-9;
+    for (int i = 0; i < vocab; i++) {
+        const double d = fabs((double)a[i] - (double)b[i]);
+        if (d > most || isnan(d)) most = d;
+        if (fabs((double)a[i]) > range) range = fabs((double)a[i]);
+    }
+    free(a);
+    free(b);
+    return most / range;
+}
+
+/* Compressed tokens of two sequences can differ: the first one that goes on has blocks coded that the other still has
+ * exact. */
+static void check_same(struct llama_context *ctx, int a, int b, const char *plan, const char *what) {
+    const double d = difference(look(ctx, a), look(ctx, b));
+    expect(d <= (plan == exact_plan ? 0 : 0.05), what, d);
+}
+
+static void test_copies(const char *plan) {
+    struct llama_context *ctx = create(plan, 2048);
+    llama_memory_t mem = llama_get_memory(ctx);
+    expect(decode(ctx, 0, SHORT, 0, 0, 1) == 0, "a prompt is decoded", 0);
+    llama_memory_seq_cp(mem, 0, 1, -1, -1);
+    expect(llama_memory_seq_pos_max(mem, 1) == SHORT - 1, "a copy has the positions", 0);
+    check_same(ctx, 0, 1, plan, "a copy gives the same logits");
+    expect(decode(ctx, SHORT, 40, SHORT, 1, 1) == 0, "a copy goes on", 0);
+    expect(llama_memory_seq_pos_max(mem, 0) == SHORT - 1, "a copy does not change its source", 0);
+    expect(decode(ctx, SHORT, 40, SHORT, 0, 1) == 0, "the source goes on", 0);
+    check_same(ctx, 0, 1, plan, "both go on alike");
+    llama_memory_seq_cp(mem, 0, 2, 0, 100);
+    expect(llama_memory_seq_pos_max(mem, 2) == 99, "a part is copied", 0);
+    expect(llama_memory_seq_rm(mem, 1, 100, -1), "a sequence is cut", 0);
+    check_same(ctx, 1, 2, plan, "a cut sequence and a copied part are alike");
+    llama_memory_seq_keep(mem, 2);
+    expect(llama_memory_seq_pos_max(mem, 0) == -1 && llama_memory_seq_pos_max(mem, 1) == -1, "the others go",
+           0);
+    expect(llama_memory_seq_pos_max(mem, 2) == 99 && llama_memory_seq_pos_min(mem, 2) == 0, "one stays", 0);
+    llama_memory_clear(mem, true);
+    expect(llama_memory_seq_pos_max(mem, 2) == -1, "clear", 0);
+    llama_free(ctx);
+}
+
+static void test_coupled(const char *plan) {
+    struct llama_context *ctx = create(plan, 2048);
+    expect(decode(ctx, 0, SHORT, 0, 0, 3) == 0, "a batch for three sequences", 0);
+    for (int i = 1; i < 3; i++) check_same(ctx, 0, i, plan, "coupled sequences are alike");
+    expect(decode(ctx, SHORT, 10, SHORT, 0, 3) == 0, "a second one", 0);
+    expect(decode(ctx, SHORT + 10, 10, SHORT + 10, 1, 1) == 0, "one goes on alone", 0);
+    check_same(ctx, 0, 2, plan, "the others stay alike");
+    llama_free(ctx);
+}
+
+/* Removed and moved tokens, against llama.cpp's own cache. */
+static void test_moves(void) {
+    float *logits[2];
+    for (int i = 0; i < 2; i++) {
+        struct llama_context *ctx = create(i ? exact_plan : NULL, 2048);
+        llama_memory_t mem = llama_get_memory(ctx);
+        expect(llama_memory_can_shift(mem), "positions can move", i);
+        expect(decode(ctx, 0, SHORT, 0, 0, 1) == 0, "a prompt is decoded", i);
+        expect(llama_memory_seq_rm(mem, 0, 4, 104), "tokens are removed", i);
+        expect(llama_memory_seq_pos_max(mem, 0) == SHORT - 1, "the last position stays", i);
+        llama_memory_seq_add(mem, 0, 104, -1, -100);
+        expect(llama_memory_seq_pos_max(mem, 0) == SHORT - 101, "positions have moved", i);
+        expect(decode(ctx, SHORT, 50, SHORT - 100, 0, 1) == 0, "the sequence goes on", i);
+        logits[i] = look(ctx, 0);
+        if (i) {
+            llama_memory_seq_div(mem, 0, 0, -1, 2);
+            expect(decode(ctx, SHORT, 1, 100, 0, 1) == -1, "positions that were divided are refused", i);
+        }
+        llama_free(ctx);
+    }
+    const double d = difference(logits[0], logits[1]);
+    expect(d < 0.03, "moved tokens are as in llama.cpp's cache", d);
+}
+
+static int n_calls;
+static bool abort_now(void *user) {
+    (void)user;
+    return ++n_calls > 200;
+}
+
+static void test_failures(void) {
+    struct llama_context *ctx = create("budget.bytes = 10M", 2048), *other;
+    llama_memory_t mem = llama_get_memory(ctx);
+    int n = 0, status = 0;
+    expect(decode(ctx, 0, 64, 0, 1, 1) == 0, "a prompt is decoded", 0);
+    while (!status && n + 64 < MOST) {
+        status = decode(ctx, n, 64, n, 0, 1);
+        if (!status) n += 64;
+    }
+    expect(status == 1, "a full budget is an error", status);
+    expect(llama_memory_seq_pos_max(mem, 0) == n - 1 && n > 256, "the sequence is as before", n);
+    expect(llama_memory_seq_rm(mem, 0, 128, -1), "a full sequence is cut", 0);
+    expect(decode(ctx, 128, 64, 128, 0, 1) == 0, "and goes on", 0);
+    free(look(ctx, 1));
+    llama_free(ctx);
+
+    ctx = create(tiered_plan, 256);
+    expect(decode(ctx, 0, 256, 0, 0, 1) == 0, "the context is filled", 0);
+    expect(decode(ctx, 256, 1, 256, 0, 1) == 1, "it is full", 0);
+    llama_free(ctx);
+
+    ctx = create(exact_plan, 2048);
+    other = create(exact_plan, 2048);
+    mem = llama_get_memory(ctx);
+    expect(decode(ctx, 0, 128, 0, 0, 1) == 0, "a prompt is decoded", 0);
+    llama_set_abort_callback(ctx, abort_now, NULL);
+    n_calls = 0;
+    expect(decode(ctx, 128, 64, 128, 0, 1) == 2, "a batch is aborted", n_calls);
+    llama_set_abort_callback(ctx, NULL, NULL);
+    expect(llama_memory_seq_pos_max(mem, 0) == 127, "no token stays", llama_memory_seq_pos_max(mem, 0));
+    expect(decode(ctx, 128, 64, 128, 0, 1) == 0, "it is decoded again", 0);
+    expect(decode(other, 0, 128, 0, 0, 1) == 0 && decode(other, 128, 64, 128, 0, 1) == 0, "without an abort",
+           0);
+    const double d = difference(look(ctx, 0), look(other, 0));
+    expect(d == 0, "an aborted batch leaves nothing", d);
+    llama_free(ctx);
+    llama_free(other);
+}
+
+static void test_states(const char *plan) {
+    struct llama_context *ctx = create(plan, 2048), *other = create(plan, 2048);
+    llama_memory_t mem = llama_get_memory(other);
+    expect(decode(ctx, 0, SHORT, 0, 0, 1) == 0, "a prompt is decoded", 0);
+    expect(decode(ctx, 40, 70, 0, 2, 1) == 0, "a second one", 0);
+    const size_t size = llama_state_seq_get_size(ctx, 0), all = llama_state_get_size(ctx);
+    unsigned char *bytes = malloc(size), *whole = malloc(all);
+    expect(llama_state_seq_get_data(ctx, bytes, size, 0) == size, "a sequence is saved", (double)size);
+    expect(llama_state_get_data(ctx, whole, all) == all, "all is saved", (double)all);
+    expect(llama_state_seq_set_data(other, bytes, size, 3) == size, "a sequence is loaded", 0);
+    float *a = look(ctx, 0), *b = look(other, 3);
+    double d = difference(a, b);
+    expect(d == 0, "a loaded sequence gives the same logits", d);
+
+    expect(decode(other, 100, 50, 0, 1, 1) == 0, "another sequence", 0);
+    a = look(other, 1);
+    for (int i = 0; i < 20; i++) {
+        unsigned char *byte = &bytes[(size / 20) * (size_t)i + 16];
+        *byte ^= 1;
+        expect(llama_state_seq_set_data(other, bytes, size, 1) == 0, "damaged bytes are refused", i);
+        *byte ^= 1;
+    }
+    expect(llama_state_seq_set_data(other, bytes, size / 2, 1) == 0, "cut bytes are refused", 0);
+    d = difference(a, look(other, 1));
+    expect(d == 0, "a failed load changes nothing", d);
+
+    expect(llama_state_set_data(other, whole, all) == all, "all is loaded", 0);
+    expect(llama_memory_seq_pos_max(mem, 1) == -1 && llama_memory_seq_pos_max(mem, 3) == -1,
+           "the others are gone", 0);
+    d = difference(look(ctx, 0), look(other, 0));
+    expect(d == 0, "the first sequence is the same", d);
+    d = difference(look(ctx, 2), look(other, 2));
+    expect(d == 0, "and the other one", d);
+    free(bytes);
+    free(whole);
+    llama_free(ctx);
+    llama_free(other);
+}
+
+static void print_error(enum ggml_log_level level, const char *text, void *user) {
+    (void)user;
+    if (level == GGML_LOG_LEVEL_ERROR && getenv("VERBOSE")) fputs(text, stderr);
+}
+
+int main(int argc, char **argv) {
+    struct llama_model_params p = llama_model_default_params();
+    static char text[16 * MOST];
+    FILE *f = argc == 3 ? fopen(argv[2], "rb") : NULL;
+    const size_t size = f ? fread(text, 1, sizeof text, f) : 0;
+    llama_log_set(print_error, NULL);
+    ggml_backend_load_all();
+    model = size ? llama_model_load_from_file(argv[1], p) : NULL;
+    if (!model) return puts("llama_memory MODEL TEXT"), 1;
+    const struct llama_vocab *v = llama_model_get_vocab(model);
+    int *all = malloc((size + 16) * sizeof *all);
+    vocab = llama_vocab_n_tokens(v);
+    if (llama_tokenize(v, text, (int)size, all, (int)size + 16, true, false) < MOST)
+        return puts("the text is too short"), 1;
+    memcpy(tokens, all, sizeof tokens);
+    free(all);
+    fclose(f);
+    test_copies(exact_plan);
+    test_copies(tiered_plan);
+    test_coupled(exact_plan);
+    test_coupled(tiered_plan);
+    test_moves();
+    test_failures();
+    test_states(exact_plan);
+    test_states(tiered_plan);
+    llama_model_free(model);
+    printf("%d checks, %d failed\n", n_checks, n_failed);
+    return n_failed != 0;
+}
