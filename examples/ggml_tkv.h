@@ -174,6 +174,7 @@ static inline tkv_status tkv_ggml_attend_now(const tkv_ggml_layer *l, struct ggm
     const struct ggml_tensor *q = op->src[0], *sinks = op->src[2];
     const int n_heads = l->shape.n_heads;
     tkv_attend_params p = l->options;
+    char why[160];
     tkv_status status = tkv_ggml_read_tensor(l, op, "q", q, l->shape.head_dim, n_heads, &p.q_type,
                                              &p.q_row_stride, &p.q_head_stride);
     if (status) return status;
@@ -191,7 +192,9 @@ static inline tkv_status tkv_ggml_attend_now(const tkv_ggml_layer *l, struct ggm
     if (sinks) p.sink_logits = (const float *)sinks->data;
     status = tkv_attend_part(ops->kv, &p, part, n_parts, ops->workspace, TKV_GGML_WORKSPACE);
     if (!status) return TKV_OK;
-    return tkv_ggml_fail(ops, op, status, "layer %d: attention: %s", l->number, tkv_get_status_text(status));
+    if (!tkv_validate_attend(ops->kv, &p, why, sizeof why)) /* a store or a callback failed */
+        snprintf(why, sizeof why, "%s", tkv_get_status_text(status));
+    return tkv_ggml_fail(ops, op, status, "layer %d: attention: %s", l->number, why);
 }
 
 /* All threads get an error of the parameters, and then none computes. The last thread alone gets an error of a store.

@@ -37,6 +37,7 @@
  *                                                R6 threads of a pool
  *   14 Reports
  *   15 The CUDA companion
+ *   16 In a runtime                              R20 decoders that read an encoder
  *
  * The declarations below this manual define each function: shapes, errors, cost and source. The manual names the
  * functions for each purpose, and what to expect of them. `cfg.x` is a field of tkv_config.
@@ -1236,4 +1237,77 @@
  *   copies it back. Calls captured once into a CUDA graph replay at any length. It has formats A, R, KIVI and Q8,
  *   F16 or BF16 in the hot tier, and heads of 64 or 128 channels. It has no budgets, eviction, offloading, anchors,
  *   named sinks and meters. The comment at its top is its manual; examples/cuda_decode.cu is a program.
+ *
+ *
+ * 16. IN A RUNTIME
+ *
+ *   A runtime has a graph, threads, batches, masks and a memory interface of its own. This is where each of them meets
+ *   the library. Four are built: ggml (examples/ggml_tkv.h), llama.cpp (examples/llama.patch), transformers
+ *   (examples/python) and llama2.c (examples/llama2c.patch).
+ *
+ *   A graph. An operation cannot fail in the middle of a graph. tkv_seq_reserve takes the memory of the next tokens
+ *   before it runs; after that no append of them lacks any. tkv_validate_attend says why a call would be refused, and
+ *   changes nothing, so a graph can be checked when it is built. If an operation fails in spite of that, keep the first
+ *   status and sentence, let the others do nothing, and ask at the end. tkv_seq_begin makes a step of all layers, which
+ *   tkv_seq_abort takes back.
+ *
+ *   Threads. Operations get a thread's number and their count, and have no barrier inside. One thread appends, in an
+ *   operation of its own. All threads attend: tkv_attend_part takes just these two numbers. A runtime that divides
+ *   heads instead gives each thread, process or device its KV heads: first_kv_head and n_kv_heads.
+ *
+ *   Batches. `batch` of both calls takes tokens of several sequences, each sequence as one run of rows. Strides take
+ *   views of a fused QKV tensor, and F16 and BF16 are read as they are. Rows padded on the left need not be stored:
+ *   first_rows jumps over them.
+ *
+ *   Masks. A causal or sliding mask need not be read: the library knows both, by position. Other masks may be F16, may
+ *   have a column for each cell of the runtime's cache (mask_cells), and a part for each head (mask_head_stride).
+ *
+ *   Memory. The names of three runtimes:
+ *     llama.cpp                     transformers                 here
+ *     seq_rm                        crop                         tkv_seq_truncate at the end, tkv_seq_remove elsewhere
+ *     seq_cp                        batch_repeat_interleave      tkv_seq_fork; tkv_seq_copy for a part
+ *     -                             reorder_cache                tkv_seq_reorder (whisper.cpp: beams)
+ *     seq_keep                      batch_select_indices         tkv_seq_reset of the others; tkv_seq_reorder
+ *     seq_add                       -                            tkv_seq_shift
+ *     seq_pos_min, seq_pos_max      get_seq_length               tkv_get_positions, tkv_get_length
+ *     state_seq_get_data, set_data  -                            tkv_seq_save, tkv_seq_load
+ *     memory_breakdown              -                            tkv_get_memory
+ *
+ *   Cross-attention. Keys and values of an encoder are appended once, to a sequence of a second cache, and every query
+ *   sees all of them (non_causal). All frames have the same age, so one plan should hold for all: warm_tokens
+ *   TKV_UNLIMITED, and tkv_seq_flush when the last one is there. Several decoders may name the same sequence in one
+ *   batch, of at most max_seqs entries. `scores` of one KV head are the weights from which word timestamps are made.
+ *
+ * Recipe R20: decoders that read an encoder
+ *     enum { FRAMES = 1536 };
+ *     const tkv_rows decoders[2] = {{0, 1}, {0, 1}};   // a query of each; both read sequence 0
+ *     static float lse[2 * HEADS], weights[2][FRAMES];
+ *     tkv_attend_params p = {0};
+ *     tkv_memory_info memory;
+ *     cfg.tiers.warm_tokens = TKV_UNLIMITED;           // frames have no age: all get the warm formats
+ *     cfg.limits.max_seqs = 2;                         // most entries of a batch
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int frame = 0; frame < FRAMES; frame += TOKENS) {
+ *         run_model(TOKENS);                           // K and V of an encoder's output
+ *         if (tkv_append(kv, 0, 0, k, v, TOKENS) || tkv_append(kv, 0, 1, k, v, TOKENS)) return 1;
+ *     }
+ *     if (tkv_seq_flush(kv, 0, TKV_FLUSH_ALL) || tkv_get_memory(kv, &memory)) return 1;
+ *     p.batch = decoders;
+ *     p.n_batch = 2;
+ *     p.non_causal = 1;
+ *     p.q = q;
+ *     p.out = out;
+ *     p.first_kv_head = 1;                             // the KV head whose weights are wanted, and its 2 query heads
+ *     p.n_kv_heads = 1;
+ *     p.lse = lse;
+ *     p.scores = weights[0];
+ *     if (tkv_validate_attend(kv, &p, reason, sizeof reason)) return puts(reason), 1;
+ *     if (tkv_attend_ex(kv, &p)) return 1;
+ *     for (int decoder = 0; decoder < 2; decoder++) {
+ *         float sum = 0.0f;
+ *         for (int frame = 0; frame < FRAMES; frame++) sum += weights[decoder][frame];
+ *         printf("decoder %d: the weights of 2 heads sum to %.3f\n", decoder, sum);
+ *     }
+ *     printf("%.1f times less than FP16\n", memory.ratio);
+ * End of recipe
  */

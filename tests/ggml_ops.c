@@ -439,8 +439,7 @@ static void test_errors(void) {
     memset(&options, 0, sizeof options);
     options.softcap = -1;
     k.options = &options; /* an error of all threads */
-    fail_step(&cfg, &k, 0, TKV_ERR_ARG,
-              "layer 0: attention: bad argument: a pointer is missing or a number is out of range");
+    fail_step(&cfg, &k, 0, TKV_ERR_ARG, "layer 0: attention: softcap is negative or not finite");
 }
 
 /* Batches that cannot be, and graphs that are computed in spite of it. */

@@ -2066,7 +2066,7 @@ TEST(bad_arguments) {
 
 /* Each refused call has a sentence with its number; a valid one has none. */
 TEST(sentences_of_refused_calls) {
-    static const int negative[1] = {-2}, far[1] = {1 << 30}, zero[1] = {0}, cells[400] = {0, 1, 2, 77};
+    static const int negative[1] = {-2}, beyond[1] = {1 << 30}, zero[1] = {0}, cells[400] = {0, 1, 2, 77};
     static const float slopes[4] = {0.5f, 0.5f, (float)HUGE_VAL, 0.5f};
     static float out[2 * 4 * 48], scores[600], mask[600];
     char reason[160];
@@ -2099,7 +2099,7 @@ TEST(sentences_of_refused_calls) {
     REFUSED(p.first_queries = negative, TKV_ERR_ARG, "first_queries has -2");
     REFUSED(p.row_ends = zero, TKV_ERR_ARG,
             "row_ends has 0: more than the index of the query, at most the length");
-    REFUSED(p.query_positions = far, TKV_ERR_ARG, "query_positions has 1073741824: 0 to 2^30 - 1");
+    REFUSED(p.query_positions = beyond, TKV_ERR_ARG, "query_positions has 1073741824: 0 to 2^30 - 1");
     REFUSED((p.query_positions = zero, p.row_ends = zero), TKV_ERR_ARG,
             "query_positions exclude first_queries and row_ends");
     REFUSED(p.q = NULL, TKV_ERR_ARG, "q or out is missing");

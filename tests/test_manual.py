@@ -251,6 +251,12 @@ class Recipes(unittest.TestCase):
     def test_r19_prefixes(self):
         self.assertRegex(self.run_recipe("R19"), r"^3 pages in the store, \d+ bytes\n772 of 1000 tokens need not be read\n$")
 
+    def test_r20_cross_attention(self):
+        said = self.run_recipe("R20")
+        self.assertEqual(re.findall(r"decoder (\d): the weights of 2 heads sum to ([\d.]+)\n", said),
+                         [("0", "2.000"), ("1", "2.000")])
+        self.assertGreater(float(said.split()[-5]), 2.5, said)
+
 
 class Extraction(unittest.TestCase):
     """The test finds what is wrong."""

@@ -1,7 +1,7 @@
 /*
  * report/info.h - reports on a cache: tokens per tier, quality, bytes held (tkv_get_memory). tkv_estimate_memory
  * computes the bytes from a config alone, tkv_estimate_context the longest context that fits a budget. tkv_check
- * tests all invariants. Only tkv_reset_quality changes the cache.
+ * tests all invariants, tkv_validate_attend a call. Only tkv_reset_quality changes the cache.
  */
 #ifndef TKVI_REPORT_INFO_H
 #define TKVI_REPORT_INFO_H
@@ -69,6 +69,22 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
     }
 #endif
     return TKV_ERR_RANGE;
+}
+
+/* >>calls */
+TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_params *p, char *reason,
+                                       size_t size) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_call c;
+    const tkv_status st = tkvi_call_init(&c, (tkv_cache *)(uintptr_t)kv, p); /* only reads */
+    if (!st) return st;
+    if (!TKVI_HAS_REPORTS) return tkvi_give_reason(st, tkv_get_status_text(st), reason, size);
+    tkvi_append_text(&t, c.why[0]);
+    if (!c.why[1]) return st;
+    tkvi_append_text(&t, " ");
+    tkvi_append_int(&t, c.number);
+    tkvi_append_text(&t, c.why[1]);
+    return st;
 }
 
 /* >>tokens */

@@ -28,21 +28,6 @@ TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p) {
     return tkvi_attend(kv, p, tkvi_consumers, TKVI_N_CONSUMERS);
 }
 
-TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_params *p, char *reason,
-                                       size_t size) {
-    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
-    tkvi_call c;
-    const tkv_status st = tkvi_call_init(&c, (tkv_cache *)(uintptr_t)kv, p); /* only reads */
-    if (!st) return st;
-    if (!TKVI_HAS_REPORTS) return tkvi_give_reason(st, tkv_get_status_text(st), reason, size);
-    tkvi_append_text(&t, c.why[0]);
-    if (!c.why[1]) return st;
-    tkvi_append_text(&t, " ");
-    tkvi_append_int(&t, c.number);
-    tkvi_append_text(&t, c.why[1]);
-    return st;
-}
-
 TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes) {
     tkvi_call c;
     tkvi_work w;
