@@ -10,8 +10,8 @@
  * cache of its own, and the program prints how far the logits differ. With weights in 4 or 8 bits ggml rounds the
  * vectors that they are multiplied with, and the runner does not. So --check --f32 --plan all:f32 is the strict one.
  *
- * It needs ggml's libraries (-L) and headers (-I); those of llama.cpp v0.5.0 were tried. `./ggml_decode --help` lists
- * the options. In this order: engine, graph, steps, text, main.
+ * It needs ggml's libraries (-L) and headers (-I); those of llama.cpp v0.5.0 and of ggml 0.20.2 were tried.
+ * `./ggml_decode --help` lists the options. In this order: engine, graph, steps, text, main.
  */
 #include "ggml_tkv.h"
 #include "llama.h"
