@@ -361,8 +361,7 @@ int main(int argc, char **argv) {
     e.cfg.limits.max_seqs = n_seqs;
     e.kv = create(e.cfg);
     if (checks) e.check = create(e.cfg);
-    if (tkv_ggml_init(&e.ops, e.kv, e.m.n_layers, n_seqs > MOST_STEP ? n_seqs : MOST_STEP))
-        fail("out of memory");
+    if (tkv_ggml_init(&e.ops, e.kv, n_seqs > MOST_STEP ? n_seqs : MOST_STEP)) fail("out of memory");
     if (text) read_text(e, text, n_text);
     else generate(e, prompts, n);
     report(e, n_seqs);

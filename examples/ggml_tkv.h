@@ -2,7 +2,7 @@
  * ggml_tkv.h - two operations for graphs of ggml: an append to tieredkv, and attention to it.
  *
  *     tkv_ggml ops;
- *     tkv_ggml_init(&ops, kv, n_layers, 512);               once; 512: most tokens of a step
+ *     tkv_ggml_init(&ops, kv, 512);                         once; 512: most tokens of a step
  *
  *     added = tkv_ggml_append(ctx, &ops, layer, k, v);      while the graph is built
  *     out = tkv_ggml_attend(ctx, &ops, layer, q, added, NULL, NULL);
@@ -36,8 +36,6 @@
 #include <string.h>
 
 /* >>data */
-enum { TKV_GGML_WORKSPACE = 2304 * 1024 }; /* bytes; tkv_attend_part takes 2.2 MB at most */
-
 typedef struct tkv_ggml_layer {
     struct tkv_ggml *ops;
     int number;
@@ -55,7 +53,7 @@ typedef struct tkv_ggml { /* what all operations on a cache share; it must not m
     int *first_positions; /* [n_runs] */
     int *positions;       /* [n_tokens] */
     int has_positions;
-    void *workspace; /* [TKV_GGML_WORKSPACE] of attention */
+    void *workspace; /* [TKV_MAX_ATTEND_BYTES] of attention */
     /* the first error of the step */
     const void *failed; /* the operation; &failed: another call; NULL: none */
     tkv_status status;
@@ -190,7 +188,7 @@ static inline tkv_status tkv_ggml_attend_now(const tkv_ggml_layer *l, struct ggm
     p.out_type = TKV_TYPE_F32;
     p.out_row_stride = p.out_head_stride = 0;
     if (sinks) p.sink_logits = (const float *)sinks->data;
-    status = tkv_attend_part(ops->kv, &p, part, n_parts, ops->workspace, TKV_GGML_WORKSPACE);
+    status = tkv_attend_part(ops->kv, &p, part, n_parts, ops->workspace, TKV_MAX_ATTEND_BYTES);
     if (!status) return TKV_OK;
     if (!tkv_validate_attend(ops->kv, &p, why, sizeof why)) /* a store or a callback failed */
         snprintf(why, sizeof why, "%s", tkv_get_status_text(status));
@@ -260,11 +258,13 @@ static inline void tkv_ggml_free(tkv_ggml *ops) {
 }
 
 /* Takes memory for all steps. kv must outlive ops. max_tokens: most tokens of a step, of all sequences.
- * Errors, with nothing to free: TKV_ERR_NOMEM, TKV_ERR_ARG (a number is not positive). */
-static inline tkv_status tkv_ggml_init(tkv_ggml *ops, tkv_cache *kv, int n_layers, int max_tokens) {
+ * Errors, with nothing to free: TKV_ERR_NOMEM, TKV_ERR_ARG (kv is missing, or max_tokens not positive). */
+static inline tkv_status tkv_ggml_init(tkv_ggml *ops, tkv_cache *kv, int max_tokens) {
+    tkv_config cfg;
     memset(ops, 0, sizeof *ops);
-    if (!kv || n_layers < 1 || max_tokens < 1) return TKV_ERR_ARG;
+    if (tkv_get_config(kv, &cfg) || max_tokens < 1) return TKV_ERR_ARG;
     const size_t n = (size_t)max_tokens;
+    const int n_layers = cfg.model.n_layers;
     ops->kv = kv;
     ops->n_layers = n_layers;
     ops->max_tokens = max_tokens;
@@ -272,7 +272,7 @@ static inline tkv_status tkv_ggml_init(tkv_ggml *ops, tkv_cache *kv, int n_layer
     ops->runs = (tkv_rows *)calloc(n, sizeof *ops->runs);
     ops->first_positions = (int *)calloc(n, sizeof *ops->first_positions);
     ops->positions = (int *)calloc(n, sizeof *ops->positions);
-    ops->workspace = calloc(1, TKV_GGML_WORKSPACE);
+    ops->workspace = calloc(1, TKV_MAX_ATTEND_BYTES);
     if (!ops->layers || !ops->runs || !ops->first_positions || !ops->positions || !ops->workspace) {
         tkv_ggml_free(ops);
         return TKV_ERR_NOMEM;

@@ -41,7 +41,8 @@ extern "C" {
 /* >>constants */
 #define TKV_BLOCK_TOKENS 64 /* tokens in a block: the cache encodes and demotes them together */
 #define TKV_MAX_HEAD_DIM 576
-#define TKV_MAX_METER_HEADS 64 /* largest value of cfg.meter.heads */
+#define TKV_MAX_METER_HEADS 64       /* largest value of cfg.meter.heads */
+#define TKV_MAX_ATTEND_BYTES 2200000 /* tkv_get_attend_bytes never reports more */
 /* Sentinels. Each has its own name and value. */
 #define TKV_OFF (-1)        /* as a length or a level: this part is off */
 #define TKV_UNLIMITED (-2)  /* as a length: this tier takes all tokens, and later tiers stay empty */
@@ -852,8 +853,8 @@ TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_par
  * one after the other. The last one to end merges in the order of blocks. So out, lse and scores are those of
  * tkv_attend_ex, with the same bits for any number of parts. They are complete when all parts have returned.
  *
- * tkv_get_attend_bytes reports the bytes of the workspace for such a call, at most 2.2 MB. They grow with the number
- * of tokens, so ask again after appends, or take 2.2 MB. Errors: as tkv_attend_ex. */
+ * tkv_get_attend_bytes reports the bytes of the workspace for such a call. They grow with the number of tokens, so ask
+ * again after appends, or take TKV_MAX_ATTEND_BYTES. Errors: as tkv_attend_ex. */
 TKV_API tkv_status tkv_get_attend_bytes(const tkv_cache *kv, const tkv_attend_params *p, size_t *bytes);
 /* Computes one part of a call.
  *   part, n_parts   0 .. n_parts - 1; n_parts is 1 to 65536, and need not be the number of threads
@@ -1531,6 +1532,10 @@ typedef struct tkv_layer_info {
     tkv_memory_info
         memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
 } tkv_layer_info;
+/* Reports the config of a cache with defaults filled in, such as limits.max_append and limits.max_seqs. Pointers to
+ * arrays are NULL: tkv_get_layer and tkv_get_level report what they held. A limit that there is not is 2^30 - 1.
+ * Errors: TKV_ERR_ARG (a pointer is missing). Cost: a copy. */
+TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out);
 /* Reports one layer of one sequence, empty or not. Errors: TKV_ERR_ARG (no such sequence or layer, or a layer without
  * a cache). Cost: O(blocks). */
 TKV_API tkv_status tkv_get_layer(const tkv_cache *kv, int seq, int layer, tkv_layer_info *out);

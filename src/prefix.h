@@ -85,6 +85,7 @@
 #define tkv_get_budget TKV_NAME_(tkv_get_budget)
 #define tkv_get_build TKV_NAME_(tkv_get_build)
 #define tkv_get_calibration TKV_NAME_(tkv_get_calibration)
+#define tkv_get_config TKV_NAME_(tkv_get_config)
 #define tkv_get_feedback TKV_NAME_(tkv_get_feedback)
 #define tkv_get_importance TKV_NAME_(tkv_get_importance)
 #define tkv_get_last_error TKV_NAME_(tkv_get_last_error)

@@ -126,7 +126,7 @@ static void build(rig *r, int n, const kind *k) {
     const struct ggml_init_params params = {1 << 20, NULL, true};
     struct ggml_tensor *sinks = NULL, *added = NULL;
     if (r->ctx) forget_graph(r);
-    if (!r->ops.kv) must(tkv_ggml_init(&r->ops, r->kv, LAYERS, MOST) == TKV_OK, "no operations");
+    if (!r->ops.kv) must(tkv_ggml_init(&r->ops, r->kv, MOST) == TKV_OK, "no operations");
     r->ctx = ggml_init(params);
     r->n = n;
     r->graph = ggml_new_graph(r->ctx);

@@ -409,6 +409,34 @@ TEST(errors_name_their_field) {
     }
 }
 
+/* A config with its defaults makes the same cache again. */
+TEST(config_is_reported) {
+    tkv_config cfg = tkv_default_config(), got, again;
+    tkv_cache *kv = NULL, *other = NULL;
+    cfg.model.n_layers = 3;
+    cfg.model.n_heads = 8;
+    cfg.model.head_dim = 64;
+    cfg.tiers.sink_tokens = 7;
+    cfg.host.isa = tkv_test_isa();
+    CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    CHECK_EQ(tkv_get_config(kv, &got), TKV_OK);
+    CHECK_EQ(got.model.n_layers, 3);
+    CHECK_EQ(got.model.n_kv_heads, 8);
+    CHECK_EQ(got.model.v_head_dim, 64);
+    CHECK_EQ(got.limits.max_seqs, 1);
+    CHECK_EQ(got.limits.max_append, 512);
+    CHECK_EQ(got.limits.max_tokens, (1 << 30) - 1);
+    CHECK_EQ(got.tiers.sink_tokens, 7);
+    CHECK(!got.layers && !got.budget.ladder && !got.model.rope.frequencies);
+    CHECK_EQ(tkv_create(&got, &other), TKV_OK);
+    CHECK_EQ(tkv_get_config(other, &again), TKV_OK);
+    CHECK_MEM(&again, &got, sizeof got);
+    CHECK_EQ(tkv_get_config(NULL, &got), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_config(kv, NULL), TKV_ERR_ARG);
+    tkv_destroy(kv);
+    tkv_destroy(other);
+}
+
 TEST(build_is_reported) {
     tkv_build_info build;
     CHECK_EQ(tkv_get_build(NULL, &build), TKV_OK);
@@ -430,6 +458,7 @@ int main(int argc, char **argv) {
     RUN(errors_without_a_line);
     RUN(bad_texts_leak_no_memory);
     RUN(errors_name_their_field);
+    RUN(config_is_reported);
     RUN(build_is_reported);
     return tkv_test_end();
 }

@@ -2134,6 +2134,18 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
 }
 
 /* >>parts: the same call, run by threads of the caller */
+/* Fails to compile if a workspace could take more than the header says. */
+typedef char tkvi_attend_bytes_fit
+    [TKVI_PARTS_CLEAR + TKVI_MAX_SPLITS * sizeof(float) * TKVI_MAX_SUMS_FLOATS <= TKV_MAX_ATTEND_BYTES &&
+             TKVI_PARTS_CLEAR + TKVI_FEW_WORK_TILES *
+                                    (sizeof(tkvi_prefill_sums) + 64 +
+                                     sizeof(float) * (TKVI_PREFILL_PART * TKVI_PREFILL > TKV_MAX_HEAD_DIM * 16
+                                                          ? TKVI_PREFILL_PART * TKVI_PREFILL
+                                                          : TKV_MAX_HEAD_DIM * 16)) <=
+                 TKV_MAX_ATTEND_BYTES
+         ? 1
+         : -1];
+
 /* Bytes of the workspace: room to align it, its head, and the sums of splits. */
 static size_t tkvi_parts_bytes_of(const tkvi_work *w) {
     const int v_pad = w->call->plan->geometry.v_pad;

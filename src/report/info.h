@@ -71,7 +71,14 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
     return TKV_ERR_RANGE;
 }
 
-/* >>calls */
+/* >>configs and calls */
+TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out) {
+    if (!kv || !out) return TKV_ERR_ARG;
+    *out = kv->tables.cfg;
+    out->budget.n_levels = 0; /* the ladder is not kept */
+    return TKV_OK;
+}
+
 TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_params *p, char *reason,
                                        size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
