@@ -1011,8 +1011,7 @@ class SmolLM2(unittest.TestCase):
             code = re.findall(r"```python\n(.*?)```", f.read(), re.S)[1]
         environment = dict(os.environ, PYTHONPATH=os.path.join(built.name, "installed"))
         said = run([sys.executable, "-W", "ignore", "-c", code], env=environment, cwd=ROOT).splitlines()
-        self.assertEqual(said[0], "The capital of France is Paris.")
-        self.assertRegex(said[-1], r"^[\d.]+ times less than FP16$")
+        self.assertEqual(said, ["The capital of France is Paris.", "TieredCache(30 layers, 1 rows, 6 tokens)"])
 
 
 if __name__ == "__main__":
