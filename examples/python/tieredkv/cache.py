@@ -147,6 +147,15 @@ class Cache:
         if status != lib.TKV_OK:
             raise make_error(status)
 
+    def _bytes(self, call: Any, function: Any, *args: Any) -> bytes:
+        """Returns what a function writes into a buffer, whose size it says first. call: _call or _ask."""
+        needed = ffi.new("size_t *")
+        with self._lock:
+            call(function, *args, ffi.NULL, 0, needed)
+            buffer = bytearray(needed[0])
+            call(function, *args, ffi.from_buffer("char[]", buffer), len(buffer), needed)
+        return bytes(buffer)
+
     def _shape(self, layer: int) -> Tuple[int, int, int, int, bool]:
         """Returns heads, KV heads, channels of K, channels of V, and whether V is in K."""
         number = as_int("layer", layer)
@@ -399,12 +408,7 @@ class Cache:
         if tokens is not None:
             numbers = _ints("tokens", tokens, None)
             p.tokens, p.n_tokens = numbers, len(np.asarray(tokens))
-        needed = ffi.new("size_t *")
-        with self._lock:
-            self._call(lib.tkv_seq_save, p, ffi.NULL, 0, needed)
-            buffer = bytearray(needed[0])
-            self._call(lib.tkv_seq_save, p, ffi.from_buffer(buffer), len(buffer), needed)
-        return bytes(buffer)
+        return self._bytes(self._call, lib.tkv_seq_save, p)
 
     def load(self, data: bytes, seq: Optional[int] = 0, *, model: bytes = b"", max_tokens: int = 1 << 20) -> Loaded:
         """Loads a saved sequence into an empty one, or with None a whole cache into a new one. model must be that of the
@@ -441,12 +445,7 @@ class Cache:
 
     def save_calibration(self) -> bytes:
         """Saves the tables that the cache learned."""
-        needed = ffi.new("size_t *")
-        with self._lock:
-            self._ask(lib.tkv_save_calibration, ffi.NULL, 0, needed)
-            buffer = bytearray(needed[0])
-            self._ask(lib.tkv_save_calibration, ffi.from_buffer(buffer), len(buffer), needed)
-        return bytes(buffer)
+        return self._bytes(self._ask, lib.tkv_save_calibration)
 
     def load_calibration(self, data: bytes) -> None:
         """Loads saved tables."""
@@ -500,13 +499,9 @@ class Cache:
 
     def report(self, kind: str = "json", labels: Optional[str] = None) -> str:
         """A report as text. kind: "json" or "prometheus"."""
-        number, needed = one_of("kind", kind, _REPORTS), ffi.new("size_t *")
         words = ffi.NULL if labels is None else ffi.new("char[]", labels.encode())
-        with self._lock:
-            self._ask(lib.tkv_print_report, number, words, ffi.NULL, 0, needed)
-            text = ffi.new("char[]", needed[0])
-            self._ask(lib.tkv_print_report, number, words, text, needed[0], needed)
-        return str(ffi.string(text).decode())
+        text = self._bytes(self._ask, lib.tkv_print_report, one_of("kind", kind, _REPORTS), words)
+        return text[:-1].decode()  # the last byte is zero
 
     def check(self) -> None:
         """Checks all invariants of the cache. Raises BrokenError."""
