@@ -734,6 +734,15 @@ class Transformers(unittest.TestCase):
         with self.assertRaisesRegex(Exception, "a mask of shape"):
             self.forward(model, "tieredkv", ids, self.cache(model), attention_mask=added.expand(2, 4, 50, 50))
 
+    def test_static_caches(self):
+        """transformers' own caches with room behind the tokens: the mask says where the queries are."""
+        ids, mask = torch.randint(2, 200, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+        mask[0, :9] = 0
+        for model in (self.model(), self.model("Mistral", sliding_window=16)):
+            for options in ({}, {"attention_mask": mask}):
+                want = self.generate(model, "eager", ids, **options)
+                self.assertEqual(self.generate(model, "tieredkv", ids, cache_implementation="static", **options), want)
+
     def test_crop(self):
         model = self.model()
         ids, inputs = self.padded()

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache as HFCache
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask
 
 from ._native import ffi, lib
 from .cache import Cache
@@ -425,16 +425,17 @@ def make_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int = 0,
               attention_mask: Optional[torch.Tensor] = None, allow_is_causal_skip: bool = True, config: Any = None,
               **options: Any) -> Optional[torch.Tensor]:
     """The mask for attention_forward. A causal mask is None. With padding it is bool [batch][1][1][kv_length]: the tokens that
-    all later ones see. Any other mask is that of sdpa, [batch][1][q_length][kv_length]."""
+    all later ones see. Any other mask is that of eager attention, [batch][1][q_length][kv_length]."""
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    if allow_is_causal_skip and not chunked:
+    ends = bool(q_offset + q_length == kv_offset + kv_length)  # not in a StaticCache, which has room behind the queries
+    if allow_is_causal_skip and ends and not chunked:
         if attention_mask is None or bool(attention_mask.all()):
             return None
         more = max(0, kv_offset + kv_length - attention_mask.shape[-1])
         seen = torch.nn.functional.pad(attention_mask.bool(), (0, more))[:, kv_offset:kv_offset + kv_length]
         return seen[:, None, None, :]
-    mask: Optional[torch.Tensor] = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask,
-                                             allow_is_causal_skip=False, config=config, **options)
+    mask: Optional[torch.Tensor] = eager_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask,
+                                              config=config, **options)
     return mask
 
 
