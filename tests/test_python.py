@@ -900,7 +900,7 @@ class Transformers(unittest.TestCase):
         self.assertEqual(tuple(cache.layers[0].values.shape), (1, 2, 9, 16))
         k = torch.zeros(1, 2, 1, 16)
         cache.layers[0].update(k, k)
-        with self.assertRaisesRegex(Exception, "the model changes keys between its cache and its attention"):
+        with self.assertRaisesRegex(Exception, "the model changes keys or values between its cache and its attention"):
             tiered.attention_forward(model, torch.zeros(1, 4, 1, 16), k, k, None)
         cache.crop(-1)
         cache.layers[0].update(k, k)
@@ -918,6 +918,9 @@ class Transformers(unittest.TestCase):
                 model(ids, cache=self.cache(model)).logits.sum().backward()
         with self.assertRaisesRegex(ValueError, "attn_implementation"):  # if this fails, the README has a sentence too many
             model.generate(ids, cache=self.cache(model), attn_implementation="tieredkv")
+        other = self.model("DiffLlama")  # attends twice, with halves of the values
+        with self.assertRaisesRegex(Exception, "the model changes keys or values between its cache and its attention"):
+            self.forward(other, "tieredkv", ids, self.cache(other))
         other = self.model(num_key_value_heads=4)
         with self.assertRaisesRegex(Exception, r"keys of shape \(1, 9, 2, 16\), and \(1, 9, 4, 16\) was expected"):
             self.forward(model, "tieredkv", ids, self.cache(other))  # of another model

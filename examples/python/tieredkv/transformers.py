@@ -124,10 +124,11 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
             self._check(key_states.shape[0], self.length)
             self.length += n
             if owner.attends:
-                note = key_states.view_as(key_states)
-                setattr(note, _NOTE, self)
+                notes = key_states.view_as(key_states), value_states.view_as(value_states)
+                for note in notes:
+                    setattr(note, _NOTE, self)
                 _handed.layer = self
-                return note, value_states
+                return notes
             owner._check_decoding()
             k, v, before = _packed(key_states), _packed(value_states), self.length - n
             self._check_shapes(n, keys=k, values=v)
@@ -460,8 +461,8 @@ def attention_forward(module: torch.nn.Module, query: torch.Tensor, key: torch.T
     """The attention function of transformers: appends and attends in the TieredCache that key came from."""
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     layer, handed = getattr(key, _NOTE, None), _take_handed()
-    if handed is not None and handed is not layer:
-        raise _unsupported("the model changes keys between its cache and its attention, so their layer is not known")
+    if getattr(value, _NOTE, None) is not layer or (handed is not None and handed is not layer):
+        raise _unsupported("the model changes keys or values between its cache and its attention")
     if kwargs.get("output_attentions"):
         raise _unsupported("%r has no attention weights to put out: use the attention function 'eager'" % NAME)
     if layer is None:
