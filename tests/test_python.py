@@ -469,12 +469,36 @@ class Numpy(unittest.TestCase):
         self.assertEqual(cache.length(), 0)
         cache.append(0, k, v, token_positions=[0, 1, 2, 9])
         self.refuses(ValueError, r"q has shape \(4, 2, 32\)", cache.attend, 0, k)
-        self.refuses(IndexError, "not in the cache", cache.attend, 0, self.tokens(5, 4))
+        self.refuses(IndexError, "more queries than tokens: append to sequence 0 first", cache.attend, 0, self.tokens(5, 4))
         self.refuses(ValueError, r"mask has shape \(4, 3\), and must have \(4, 4 or more\)", cache.attend, 0, q,
                      mask=np.zeros((4, 3), np.float32))
         self.refuses(ValueError, "mask has dtype int64", cache.attend, 0, q, mask=np.zeros((4, 4), np.int64))
         self.refuses(ValueError, "alibi_slopes has shape", cache.attend, 0, q, alibi_slopes=[1.0])
         self.refuses(ValueError, "", cache.attend, 0, q, window=-7)
+        self.refuses(ValueError, "softcap is negative or not finite", cache.attend, 0, q, softcap=-1.0)
+        cache.check()
+
+    def test_a_mask_for_each_head(self):
+        cache = self.make(**self.EXACT)
+        self.fill(cache, 20)
+        q, mask = self.tokens(3, 4), self.random.standard_normal((4, 3, 20)).astype(np.float32)
+        out = cache.attend(0, q, mask=mask)
+        for head in range(4):
+            np.testing.assert_array_equal(out[:, head], cache.attend(0, q, mask=mask[head])[:, head])
+        np.testing.assert_array_equal(cache.attend(0, q, mask=mask[0]), cache.attend(0, q, mask=np.stack([mask[0]] * 4)))
+        self.refuses(ValueError, r"mask has shape \(3, 3, 20\)", cache.attend, 0, q, mask=mask[:3])
+
+    def test_reorder(self):
+        cache = self.make(max_seqs=4, **self.EXACT)
+        keys = [self.fill(cache, n, seq)[0] for seq, n in enumerate((5, 9, 70, 3))]
+        cache.reorder([1, 0])
+        cache.reorder(np.array([2, 2, 0]), first=1)
+        for seq, (source, n) in enumerate(((1, 9), (3, 3), (3, 3), (0, 5))):
+            self.assertEqual(cache.length(seq), n)
+            np.testing.assert_array_equal(cache.read(0, seq=seq)[0], keys[source])
+        self.refuses(ValueError, "sources has 4; it must be 0 to n - 1", cache.reorder, [0, 4])
+        self.refuses(ValueError, "there are fewer sequences", cache.reorder, [0] * 5)
+        self.refuses(ValueError, "list of whole numbers", cache.reorder, [0.5])
         cache.check()
 
     def test_closed(self):

@@ -224,7 +224,8 @@ class Cache:
         first_queries   index of the token of each entry's first query, where it is not of the last tokens
         positions       position of each query, which need not be a token of the sequence (query_positions)
         row_ends        number of tokens that each row sees
-        mask            [n][length or more]: float32 or float16 is added to the logits, bool says which keys are seen
+        mask            [n][length or more], or one such array for each head: float32 or float16 is added to the logits,
+                        bool says which keys are seen
         window          newest keys that a query sees; -1: all
         """
         n_heads, _, dim, v_dim, _ = self._shape(layer)
@@ -249,15 +250,18 @@ class Cache:
                 out_scores = np.zeros((len(entries), length), np.float32)
                 p.scores, p.score_stride = ffi.from_buffer("float[]", out_scores) if length else ffi.NULL, length
             if mask is not None:
-                mask = self._mask(mask, len(q), length)
-                p.mask, p.mask_type, p.mask_stride = ffi.from_buffer(mask), _TYPES[mask.dtype], mask.shape[1]
+                mask = self._mask(mask, n_heads, len(q), length)
+                p.mask, p.mask_type, p.mask_stride = ffi.from_buffer(mask), _TYPES[mask.dtype], mask.shape[-1]
+                p.mask_head_stride = len(q) * mask.shape[-1] if mask.ndim == 3 else 0
             self._attend(p)
         return Attention(out, out_lse if lse else None, out_scores)
 
     @staticmethod
-    def _mask(mask: Array, n: int, length: int) -> Array:
-        if not isinstance(mask, np.ndarray) or mask.ndim != 2 or mask.shape[0] != n or mask.shape[1] < length:
-            raise refuse("mask has shape %r, and must have (%d, %d or more)" % (getattr(mask, "shape", None), n, length))
+    def _mask(mask: Array, n_heads: int, n: int, length: int) -> Array:
+        shape = mask.shape if isinstance(mask, np.ndarray) else ()
+        if len(shape) not in (2, 3) or shape[:-1] not in ((n,), (n_heads, n)) or shape[-1] < length:
+            raise refuse("mask has shape %r, and must have (%d, %d or more), after %d heads where they differ"
+                         % (getattr(mask, "shape", None), n, length, n_heads))
         if mask.dtype == np.bool_:
             mask = np.where(mask, np.float32(0), np.float32(-np.inf))
         if mask.dtype not in _TYPES:
@@ -265,18 +269,21 @@ class Cache:
         return np.ascontiguousarray(mask)
 
     def _attend(self, p: Any) -> None:
-        if self._pool is None:
-            return self._ask(lib.tkv_attend_ex, p)
         with self._lock:
             kv, size = self.handle, ffi.new("size_t *")
-            status = lib.tkv_get_attend_bytes(kv, p, size)
-            if status == lib.TKV_OK:
+            if self._pool is None:
+                status = lib.tkv_attend_ex(kv, p)
+            else:
+                status = lib.tkv_get_attend_bytes(kv, p, size)
+            if self._pool is not None and status == lib.TKV_OK:
                 work = ffi.new("char[]", size[0])
                 parts = self._threads
                 done = self._pool.map(lambda i: lib.tkv_attend_part(kv, p, i, parts, work, size[0]), range(parts))
                 status = min(done)
-        if status != lib.TKV_OK:
-            raise make_error(status)
+            if status != lib.TKV_OK:
+                reason = ffi.new("char[]", _REASON)
+                lib.tkv_validate_attend(kv, p, reason, _REASON)
+                raise make_error(status, ffi.string(reason).decode())
 
     def read(self, layer: int, start: int = 0, n: Optional[int] = None, *, seq: int = 0,
              indices: Optional[Indices] = None) -> Tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -332,6 +339,11 @@ class Cache:
         """Makes dst a copy of the first n_tokens of src, or of all. Both share the blocks."""
         n = lib.TKV_UNLIMITED if n_tokens is None else as_int("n_tokens", n_tokens)
         self._call(lib.tkv_seq_fork, as_int("src", src), as_int("dst", dst), n)
+
+    def reorder(self, sources: Indices, first: int = 0) -> None:
+        """Sequence first + i goes on from what sequence first + sources[i] had, all at once, as beams do."""
+        rows = _ints("sources", sources, None)
+        self._call(lib.tkv_seq_reorder, as_int("first", first), rows, len(np.asarray(sources)))
 
     def remove(self, seq: int, first: int, end: Optional[int] = None) -> None:
         """Removes the tokens with positions first to end - 1; without an end, all from `first` on."""
