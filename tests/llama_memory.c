@@ -117,6 +117,47 @@ static void test_coupled(const char *plan) {
     llama_free(ctx);
 }
 
+/* Four sequences of different lengths in the same batches, against each one alone. Products for more rows round in
+ * another way. */
+static void test_parallel(const char *plan) {
+    enum { SEQS = 4, STEPS = 6 };
+    struct llama_context *ctx = create(plan, 2048), *alone = create(plan, 2048);
+    float *logits[SEQS];
+    int pos[SEQS] = {0};
+    for (int step = 0; step < STEPS; step++) {
+        struct llama_batch batch = llama_batch_init(512, 0, 1);
+        int *n = &batch.n_tokens;
+        for (int s = 0; s < SEQS; s++) {
+            const int count = step % 2 ? 1 : 10 + 29 * s;
+            for (int i = 0; i < count; i++, ++*n) {
+                batch.token[*n] = tokens[400 * s + pos[s]];
+                batch.pos[*n] = pos[s]++;
+                batch.n_seq_id[*n] = 1;
+                batch.seq_id[*n][0] = s;
+                batch.logits[*n] = i == count - 1;
+            }
+        }
+        expect(llama_decode(ctx, batch) == 0, "a batch of four sequences", step);
+        if (step == STEPS - 1) {
+            for (int s = 0; s < SEQS; s++) {
+                logits[s] = malloc((size_t)vocab * sizeof **logits);
+                memcpy(logits[s], llama_get_logits_ith(ctx, s), (size_t)vocab * sizeof **logits);
+            }
+        }
+        llama_batch_free(batch);
+    }
+    for (int s = 0; s < SEQS; s++) {
+        float *own = malloc((size_t)vocab * sizeof *own);
+        llama_memory_clear(llama_get_memory(alone), true);
+        expect(decode(alone, 400 * s, pos[s], 0, s, 1) == 0, "a sequence alone", s);
+        memcpy(own, llama_get_logits_ith(alone, -1), (size_t)vocab * sizeof *own);
+        const double d = difference(own, logits[s]);
+        expect(d < (plan == exact_plan ? 0.06 : 0.1), "parallel sequences are as alone", d);
+    }
+    llama_free(ctx);
+    llama_free(alone);
+}
+
 /* Removed and moved tokens, against llama.cpp's own cache. */
 static void test_moves(void) {
     float *logits[2];
@@ -202,8 +243,8 @@ static void test_states(const char *plan) {
 
     expect(decode(other, 100, 50, 0, 1, 1) == 0, "another sequence", 0);
     a = look(other, 1);
-    for (int i = 0; i < 20; i++) {
-        unsigned char *byte = &bytes[(size / 20) * (size_t)i + 16];
+    for (int i = 0; i < 40; i++) { /* 8 bytes are llama.cpp's */
+        unsigned char *byte = &bytes[i < 16 ? 8 + (size_t)i : (size / 40) * (size_t)i];
         *byte ^= 1;
         expect(llama_state_seq_set_data(other, bytes, size, 1) == 0, "damaged bytes are refused", i);
         *byte ^= 1;
@@ -251,6 +292,9 @@ int main(int argc, char **argv) {
     test_copies(tiered_plan);
     test_coupled(exact_plan);
     test_coupled(tiered_plan);
+    test_parallel(exact_plan);
+    test_parallel(NULL);
+    test_parallel(tiered_plan);
     test_moves();
     test_failures();
     test_states(exact_plan);
