@@ -5,7 +5,7 @@
  *
  * KIND is f16-plain (attention in several operations), f16, q8_0, q4_0 (flash attention), or a plan, such as
  * preset=compact. It reads N - 32 tokens of the text, in pieces of UBATCH (512), then 32, one by one. It prints
- * tokens per second of CPU time and of wall time for both, the bytes of keys and values, and the peak memory of
+ * tokens per second of CPU time and of wall time for both, the MiB of keys and values at the end and at most, and the peak memory of
  * the process. With several threads only wall time counts. bench/LLAMACPP.md shows how it is built.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -18,7 +18,7 @@
 
 enum { STEPS = 32 };
 
-static double kv_mib; /* as llama.cpp logs it */
+static double kv_mib, kv_most; /* at the end, and the peak, as llama.cpp logs them */
 
 static double seconds(clockid_t clock) {
     struct timespec t;
@@ -30,8 +30,9 @@ static void on_log(enum ggml_log_level level, const char *text, void *user) {
     const char *own = strstr(text, "llama_kv_cache: size = "), *tiers = strstr(text, "tiered KV cache: ");
     double held, most;
     (void)user;
-    if (own) sscanf(own, "llama_kv_cache: size = %lf", &kv_mib);
-    if (tiers && sscanf(tiers, "tiered KV cache: %lf MiB held, %lf", &held, &most) == 2) kv_mib = most;
+    if (own && sscanf(own, "llama_kv_cache: size = %lf", &kv_mib) == 1) kv_most = kv_mib;
+    if (tiers && sscanf(tiers, "tiered KV cache: %lf MiB held, %lf", &held, &most) == 2)
+        kv_mib = held, kv_most = most;
     if (level == GGML_LOG_LEVEL_ERROR) fputs(text, stderr);
 }
 
@@ -80,8 +81,8 @@ int main(int argc, char **argv) {
         return puts("llama.cpp failed"), 1;
     getrusage(RUSAGE_SELF, &used);
     llama_free(ctx);
-    printf("%s | %d | %s | %.1f | %.1f | %.2f | %.2f | %.1f | %.0f\n", kind, n, argv[5], cpu[0], wall[0],
-           cpu[1], wall[1], kv_mib, (double)used.ru_maxrss / 1024);
+    printf("%s | %d | %s | %.1f | %.1f | %.2f | %.2f | %.1f | %.1f | %.0f\n", kind, n, argv[5], cpu[0],
+           wall[0], cpu[1], wall[1], kv_mib, kv_most, (double)used.ru_maxrss / 1024);
     llama_model_free(model);
     return 0;
 }
