@@ -1248,10 +1248,10 @@
  *   (examples/python) and llama2.c (examples/llama2c.patch).
  *
  *   A graph. An operation cannot fail in the middle of a graph. tkv_seq_reserve takes the memory of the next tokens
- *   before it runs; after that no append of them lacks any. tkv_validate_attend says why a call would be refused, and
- *   changes nothing, so a graph can be checked when it is built. If an operation fails in spite of that, keep the first
- *   status and sentence, let the others do nothing, and ask at the end. tkv_seq_begin makes a step of all layers, which
- *   tkv_seq_abort takes back.
+ *   before it runs; after that no append of them lacks any, unless it has token_positions. If an operation fails in
+ *   spite of that, keep the first status and its sentence, let the others do nothing, and ask at the end. An append
+ *   leaves the sentence in tkv_get_last_error; for attention tkv_validate_attend has it, once tokens, q and out are
+ *   there. tkv_seq_begin makes a step of all layers, which tkv_seq_abort takes back.
  *
  *   Threads. Operations get a thread's number and their count, and have no barrier inside. One thread appends, in an
  *   operation of its own. All threads attend: tkv_attend_part takes just these two numbers. A runtime that divides
@@ -2221,7 +2221,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t
                                  char *reason, size_t size);
 /* Computes the bytes that the caller must provide. A NULL result is not computed; one of both must be asked for.
  *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Each 64 tokens of max_append
- *              take one more exact block in every layer and sequence. Blocks that TKV_FLUSH_ALL left
+ *              take one more exact block in every layer and sequence. Blocks that TKV_FLUSH_ALL or a cut left
  *              short are not included: appends may then return TKV_ERR_CAPACITY
  *   offload    the most bytes stored under one key of cfg.offload, for a store with slots of one size
  * Errors:
@@ -2481,7 +2481,7 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
  * all at once. Sequences may change places, several may go on from one, and those that are no source are released. A
  * sequence that goes on from one that no other needs takes it over, at no cost; the others are forks, as by
  * tkv_seq_fork. Scores, pins, named sinks, evictions and states go along. Reservations of all n end. The meter watches
- * the same tokens as before, if any sequence takes them over.
+ * the same tokens as before, if any sequence takes them over. The cache asks cfg.recompute by the new number.
  *   sources   [n] 0 to n - 1: the beam_idx of PyTorch's beam search
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_STATE      a step of one of them is open
@@ -3089,7 +3089,8 @@ typedef struct tkv_layer_info {
         memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
 } tkv_layer_info;
 /* Reports the config of a cache with defaults filled in, such as limits.max_append and limits.max_seqs. Pointers to
- * arrays are NULL: tkv_get_layer and tkv_get_level report what they held. A limit that there is not is 2^30 - 1.
+ * arrays are NULL: tkv_get_layer and tkv_get_level report what they held. The pressure of a ladder without a budget is
+ * left out too. A limit that there is not is 2^30 - 1.
  * Errors: TKV_ERR_ARG (a pointer is missing). Cost: a copy. */
 TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out);
 /* Reports one layer of one sequence, empty or not. Errors: TKV_ERR_ARG (no such sequence or layer, or a layer without
@@ -34166,6 +34167,7 @@ static tkv_status tkvi_refuse_call(tkvi_call *c, tkv_status st, const char *what
 static tkv_status tkvi_check_row_params(tkvi_call *c, int item, int before, int first, int n, int len) {
     const tkv_attend_params *p = c->p;
     int query;
+    if (n > TKVI_FOREVER - before) return tkvi_refuse_call(c, TKV_ERR_ARG, "too many queries", 0, NULL);
     if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n))
         return tkvi_refuse_call(c, TKV_ERR_ARG, "first_rows has", p->first_rows[item], "");
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {
@@ -39195,6 +39197,17 @@ static int tkvi_plan_reorder(tkv_cache *kv, const tkvi_reorder *order) {
     return n_copies;
 }
 
+/* What the other forks of a reorder add to the request for one of them: the growth of their lists, and a margin for
+ * eviction as in tkvi_provide_entries. So the first request makes room for all. */
+static void tkvi_add_other_fork(tkv_cache *kv, int dst, int longest, tkvi_demand *demand) {
+    const int may_evict = TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && tkvi_has_budget(kv);
+    int layer;
+    demand->bytes += tkvi_growth_bytes(kv->seq[dst].cap, longest + 1, sizeof(uint32_t)) *
+                     (size_t)kv->tables.cfg.model.n_layers;
+    for (layer = 0; may_evict && layer < kv->tables.cfg.model.n_layers; layer++)
+        demand->entries += tkvi_list_of(kv, dst, layer)->n + 2;
+}
+
 /* Entries, and copies of the blocks of anchors, of all forks together. Returns the longest list of one slot. */
 static int tkvi_count_reorder(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     const tkvi_reorder *order = (const tkvi_reorder *)what;
@@ -39208,27 +39221,28 @@ static int tkvi_count_reorder(tkv_cache *kv, const void *what, tkvi_demand *dema
         fork.n_tokens = TKVI_FOREVER;
         n = tkvi_count_fork(kv, &fork, demand);
         if (fork.dst == order->slot) longest = n;
+        else tkvi_add_other_fork(kv, fork.dst, n, demand);
     }
     return longest;
 }
 
-/* Provides for all forks. Providing for one may evict tokens, which makes other lists longer or shorter: so all are
- * asked again until no list lacks room. */
+/* Provides for all forks: first what takes no tokens from others, the lists of states. Eviction for entries makes lists
+ * of blocks longer or shorter, so all are asked again until none lacks room. */
 static tkv_status tkvi_provide_reorder(tkv_cache *kv, tkvi_reorder *order) {
     int i, is_short = 1;
-    while (is_short) {
+    tkv_status st = TKV_OK;
+    for (i = 0; i < order->n && !st; i++)
+        if (tkvi_is_copy(kv, order, i))
+            st = tkvi_provide_state_list(
+                kv, tkvi_reordered_from(kv, order, i),
+                tkvi_n_states_up_to(&kv->states.list[order->first + order->sources[i]], TKVI_FOREVER));
+    while (is_short && !st) {
         is_short = 0;
-        for (i = 0; i < order->n; i++) {
-            const int src = order->first + order->sources[i];
-            tkv_status st;
-            if (!tkvi_is_copy(kv, order, i)) continue;
+        for (i = 0; i < order->n && !st; i++) {
             order->slot = tkvi_reordered_from(kv, order, i);
-            st = tkvi_provide_state_list(kv, order->slot,
-                                         tkvi_n_states_up_to(&kv->states.list[src], TKVI_FOREVER));
-            if (!st)
+            if (tkvi_is_copy(kv, order, i))
                 st = tkvi_provide_entries(kv, order->slot, tkvi_count_reorder, order,
                                           "no memory for a fork in sequence");
-            if (st) return st;
         }
         for (i = 0; i < order->n; i++) {
             tkvi_demand demand;
@@ -39238,7 +39252,7 @@ static tkv_status tkvi_provide_reorder(tkv_cache *kv, tkvi_reorder *order) {
                 is_short |= (uint32_t)tkvi_count_reorder(kv, order, &demand) > kv->seq[order->slot].cap;
         }
     }
-    return TKV_OK;
+    return st;
 }
 
 /* Exchanges all that two sequences have. */
@@ -39299,10 +39313,11 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
         if (tkvi_is_copy(kv, &order, i)) tkvi_shrink_index(kv, tkvi_reordered_from(kv, &order, i));
     if (st) return st;
     for (i = 0; i < n; i++) tkvi_reserve_slots(kv, first + i, 0);
+    for (i = 0; i < n; i++) /* all before the first fork: what they give back was counted */
+        if (tkvi_is_copy(kv, &order, i)) tkvi_clear_seq(kv, tkvi_reordered_from(kv, &order, i));
     for (i = 0; i < n; i++) {
         const int src = first + sources[i], dst = tkvi_reordered_from(kv, &order, i);
         if (!tkvi_is_copy(kv, &order, i)) continue;
-        tkvi_clear_seq(kv, dst);
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             tkvi_share_list(kv, src, dst, layer, TKVI_FOREVER);
         tkvi_share_states(&kv->states, src, dst, TKVI_FOREVER);
@@ -40853,6 +40868,8 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
 TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out) {
     if (!kv || !out) return TKV_ERR_ARG;
     *out = kv->tables.cfg;
+    if (out->budget.n_levels && !out->budget.bytes)
+        memset(&out->budget.pressure, 0, sizeof out->budget.pressure);
     out->budget.n_levels = 0; /* the ladder is not kept */
     return TKV_OK;
 }

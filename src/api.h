@@ -665,7 +665,7 @@ TKV_API tkv_status tkv_create_ex(const tkv_config *cfg, const char *text, size_t
                                  char *reason, size_t size);
 /* Computes the bytes that the caller must provide. A NULL result is not computed; one of both must be asked for.
  *   in_place   bytes that tkv_create_in_place needs for every sequence at max_tokens. Each 64 tokens of max_append
- *              take one more exact block in every layer and sequence. Blocks that TKV_FLUSH_ALL left
+ *              take one more exact block in every layer and sequence. Blocks that TKV_FLUSH_ALL or a cut left
  *              short are not included: appends may then return TKV_ERR_CAPACITY
  *   offload    the most bytes stored under one key of cfg.offload, for a store with slots of one size
  * Errors:
@@ -925,7 +925,7 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens);
  * all at once. Sequences may change places, several may go on from one, and those that are no source are released. A
  * sequence that goes on from one that no other needs takes it over, at no cost; the others are forks, as by
  * tkv_seq_fork. Scores, pins, named sinks, evictions and states go along. Reservations of all n end. The meter watches
- * the same tokens as before, if any sequence takes them over.
+ * the same tokens as before, if any sequence takes them over. The cache asks cfg.recompute by the new number.
  *   sources   [n] 0 to n - 1: the beam_idx of PyTorch's beam search
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_STATE      a step of one of them is open
@@ -1533,7 +1533,8 @@ typedef struct tkv_layer_info {
         memory; /* of the layer's blocks; tables, index and scratch are 0, as sequences share them */
 } tkv_layer_info;
 /* Reports the config of a cache with defaults filled in, such as limits.max_append and limits.max_seqs. Pointers to
- * arrays are NULL: tkv_get_layer and tkv_get_level report what they held. A limit that there is not is 2^30 - 1.
+ * arrays are NULL: tkv_get_layer and tkv_get_level report what they held. The pressure of a ladder without a budget is
+ * left out too. A limit that there is not is 2^30 - 1.
  * Errors: TKV_ERR_ARG (a pointer is missing). Cost: a copy. */
 TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out);
 /* Reports one layer of one sequence, empty or not. Errors: TKV_ERR_ARG (no such sequence or layer, or a layer without

@@ -1246,10 +1246,10 @@
  *   (examples/python) and llama2.c (examples/llama2c.patch).
  *
  *   A graph. An operation cannot fail in the middle of a graph. tkv_seq_reserve takes the memory of the next tokens
- *   before it runs; after that no append of them lacks any. tkv_validate_attend says why a call would be refused, and
- *   changes nothing, so a graph can be checked when it is built. If an operation fails in spite of that, keep the first
- *   status and sentence, let the others do nothing, and ask at the end. tkv_seq_begin makes a step of all layers, which
- *   tkv_seq_abort takes back.
+ *   before it runs; after that no append of them lacks any, unless it has token_positions. If an operation fails in
+ *   spite of that, keep the first status and its sentence, let the others do nothing, and ask at the end. An append
+ *   leaves the sentence in tkv_get_last_error; for attention tkv_validate_attend has it, once tokens, q and out are
+ *   there. tkv_seq_begin makes a step of all layers, which tkv_seq_abort takes back.
  *
  *   Threads. Operations get a thread's number and their count, and have no barrier inside. One thread appends, in an
  *   operation of its own. All threads attend: tkv_attend_part takes just these two numbers. A runtime that divides

@@ -413,6 +413,7 @@ TEST(errors_name_their_field) {
 TEST(config_is_reported) {
     tkv_config cfg = tkv_default_config(), got, again;
     tkv_cache *kv = NULL, *other = NULL;
+    char reason[160] = "";
     cfg.model.n_layers = 3;
     cfg.model.n_heads = 8;
     cfg.model.head_dim = 64;
@@ -431,6 +432,14 @@ TEST(config_is_reported) {
     CHECK_EQ(tkv_create(&got, &other), TKV_OK);
     CHECK_EQ(tkv_get_config(other, &again), TKV_OK);
     CHECK_MEM(&again, &got, sizeof got);
+    tkv_destroy(kv);
+    tkv_destroy(other);
+    kv = other = NULL;
+    cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    CHECK_EQ(tkv_apply_preset(&cfg, "by-length"), TKV_OK); /* a ladder, which is not kept */
+    CHECK_MSG(tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason) == TKV_OK, "%s", reason);
+    CHECK_EQ(tkv_get_config(kv, &got), TKV_OK);
+    CHECK_EQ(tkv_create(&got, &other), TKV_OK);
     CHECK_EQ(tkv_get_config(NULL, &got), TKV_ERR_ARG);
     CHECK_EQ(tkv_get_config(kv, NULL), TKV_ERR_ARG);
     tkv_destroy(kv);

@@ -170,6 +170,56 @@ TEST(a_reorder_is_forks_all_at_once) {
     tkv_destroy(by_forks);
 }
 
+/* The first fork takes what the sequence that the second one replaces gives back. */
+TEST(a_reorder_counts_what_it_gives_back) {
+    static const int sources[] = {0, 0, 2, 2}, lengths[] = {2000, 1, 1, 2000};
+    tkv_config cfg = make_config(2, 4);
+    tkv_cache *kv = create_cache(&cfg);
+    int b;
+    for (b = 0; b < 4; b++) CHECK_EQ(append_to_all_layers(kv, b, b, lengths[b], 500), TKV_OK);
+    CHECK_EQ(tkv_seq_reorder(kv, 0, sources, 4), TKV_OK);
+    check_cache_at(kv, "reordered", 0);
+    for (b = 0; b < 4; b++) {
+        CHECK_EQ(tkv_get_length(kv, b, TKV_ALL_LAYERS), lengths[sources[b]]);
+        check_read(kv, b, 1, sources[b], lengths[sources[b]] - 1, 1, TKV_F16);
+    }
+    tkv_destroy(kv);
+}
+
+/* Under a budget with eviction, forks of many lengths get their room, or nothing changes but by events. */
+TEST(reorders_under_a_budget) {
+    enum { N = 6, CALLS = 60 };
+    tkv_rng rng = tkv_rng_seed(3);
+    int kind, call, b, n_done = 0, n_refused = 0;
+    for (kind = 0; kind < 3; kind++) {
+        tkv_config cfg = make_config(2, N);
+        tkv_cache *kv;
+        cfg.budget.bytes = kind == 2 ? 180000 : 300000;
+        cfg.budget.discard = kind == 1;
+        if (kind == 2) cfg.evict.policy = TKV_EVICT_SLIDING;
+        kv = create_cache(&cfg);
+        for (call = 0; call < CALLS && kv; call++) {
+            int sources[N], lengths[N];
+            tkv_status st;
+            for (b = 0; b < N; b++) {
+                const int n = 1 + tkv_rng_below(&rng, 150);
+                sources[b] = tkv_rng_below(&rng, N);
+                if (tkv_rng_below(&rng, 3)) (void)append_to_all_layers(kv, b, b, n, n);
+                if (tkv_get_length(kv, b, 0) > 900) CHECK_EQ(tkv_seq_reset(kv, b), TKV_OK);
+            }
+            for (b = 0; b < N; b++) lengths[b] = tkv_get_length(kv, b, 0);
+            st = tkv_seq_reorder(kv, 0, sources, N);
+            for (b = 0; b < N; b++) CHECK_EQ(tkv_get_length(kv, b, 0), lengths[st ? b : sources[b]]);
+            check_cache_at(kv, "call", call);
+            n_done += !st;
+            n_refused += st != TKV_OK;
+        }
+        tkv_destroy(kv);
+    }
+    CHECK(n_done > 30);
+    CHECK(n_refused < 3 * CALLS);
+}
+
 /* Sequences that only change places keep their blocks: no memory is needed, and none is given back. */
 TEST(a_permutation_takes_no_memory) {
     static const int cycle[] = {2, 0, 1}, same[] = {0, 1, 2};
@@ -556,6 +606,8 @@ int main(int argc, char **argv) {
     RUN(forks_see_their_own_tokens);
     RUN(beam_search_by_forks);
     RUN(a_reorder_is_forks_all_at_once);
+    RUN(a_reorder_counts_what_it_gives_back);
+    RUN(reorders_under_a_budget);
     RUN(a_permutation_takes_no_memory);
     RUN(characters_share_their_prompt);
     RUN(own_bytes_are_told_from_shared_ones);

@@ -169,6 +169,7 @@ static tkv_status tkvi_refuse_call(tkvi_call *c, tkv_status st, const char *what
 static tkv_status tkvi_check_row_params(tkvi_call *c, int item, int before, int first, int n, int len) {
     const tkv_attend_params *p = c->p;
     int query;
+    if (n > TKVI_FOREVER - before) return tkvi_refuse_call(c, TKV_ERR_ARG, "too many queries", 0, NULL);
     if (p->first_rows && (p->first_rows[item] < 0 || p->first_rows[item] > TKVI_FOREVER - n))
         return tkvi_refuse_call(c, TKV_ERR_ARG, "first_rows has", p->first_rows[item], "");
     for (query = 0; p->row_ends && !p->non_causal && query < n; query++) {

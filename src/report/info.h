@@ -75,6 +75,8 @@ TKV_API tkv_status tkv_find_name(tkv_name_kind kind, const char *name, int *valu
 TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out) {
     if (!kv || !out) return TKV_ERR_ARG;
     *out = kv->tables.cfg;
+    if (out->budget.n_levels && !out->budget.bytes)
+        memset(&out->budget.pressure, 0, sizeof out->budget.pressure);
     out->budget.n_levels = 0; /* the ladder is not kept */
     return TKV_OK;
 }

@@ -54,6 +54,17 @@ static int tkvi_plan_reorder(tkv_cache *kv, const tkvi_reorder *order) {
     return n_copies;
 }
 
+/* What the other forks of a reorder add to the request for one of them: the growth of their lists, and a margin for
+ * eviction as in tkvi_provide_entries. So the first request makes room for all. */
+static void tkvi_add_other_fork(tkv_cache *kv, int dst, int longest, tkvi_demand *demand) {
+    const int may_evict = TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && tkvi_has_budget(kv);
+    int layer;
+    demand->bytes += tkvi_growth_bytes(kv->seq[dst].cap, longest + 1, sizeof(uint32_t)) *
+                     (size_t)kv->tables.cfg.model.n_layers;
+    for (layer = 0; may_evict && layer < kv->tables.cfg.model.n_layers; layer++)
+        demand->entries += tkvi_list_of(kv, dst, layer)->n + 2;
+}
+
 /* Entries, and copies of the blocks of anchors, of all forks together. Returns the longest list of one slot. */
 static int tkvi_count_reorder(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     const tkvi_reorder *order = (const tkvi_reorder *)what;
@@ -67,27 +78,28 @@ static int tkvi_count_reorder(tkv_cache *kv, const void *what, tkvi_demand *dema
         fork.n_tokens = TKVI_FOREVER;
         n = tkvi_count_fork(kv, &fork, demand);
         if (fork.dst == order->slot) longest = n;
+        else tkvi_add_other_fork(kv, fork.dst, n, demand);
     }
     return longest;
 }
 
-/* Provides for all forks. Providing for one may evict tokens, which makes other lists longer or shorter: so all are
- * asked again until no list lacks room. */
+/* Provides for all forks: first what takes no tokens from others, the lists of states. Eviction for entries makes lists
+ * of blocks longer or shorter, so all are asked again until none lacks room. */
 static tkv_status tkvi_provide_reorder(tkv_cache *kv, tkvi_reorder *order) {
     int i, is_short = 1;
-    while (is_short) {
+    tkv_status st = TKV_OK;
+    for (i = 0; i < order->n && !st; i++)
+        if (tkvi_is_copy(kv, order, i))
+            st = tkvi_provide_state_list(
+                kv, tkvi_reordered_from(kv, order, i),
+                tkvi_n_states_up_to(&kv->states.list[order->first + order->sources[i]], TKVI_FOREVER));
+    while (is_short && !st) {
         is_short = 0;
-        for (i = 0; i < order->n; i++) {
-            const int src = order->first + order->sources[i];
-            tkv_status st;
-            if (!tkvi_is_copy(kv, order, i)) continue;
+        for (i = 0; i < order->n && !st; i++) {
             order->slot = tkvi_reordered_from(kv, order, i);
-            st = tkvi_provide_state_list(kv, order->slot,
-                                         tkvi_n_states_up_to(&kv->states.list[src], TKVI_FOREVER));
-            if (!st)
+            if (tkvi_is_copy(kv, order, i))
                 st = tkvi_provide_entries(kv, order->slot, tkvi_count_reorder, order,
                                           "no memory for a fork in sequence");
-            if (st) return st;
         }
         for (i = 0; i < order->n; i++) {
             tkvi_demand demand;
@@ -97,7 +109,7 @@ static tkv_status tkvi_provide_reorder(tkv_cache *kv, tkvi_reorder *order) {
                 is_short |= (uint32_t)tkvi_count_reorder(kv, order, &demand) > kv->seq[order->slot].cap;
         }
     }
-    return TKV_OK;
+    return st;
 }
 
 /* Exchanges all that two sequences have. */
@@ -158,10 +170,11 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
         if (tkvi_is_copy(kv, &order, i)) tkvi_shrink_index(kv, tkvi_reordered_from(kv, &order, i));
     if (st) return st;
     for (i = 0; i < n; i++) tkvi_reserve_slots(kv, first + i, 0);
+    for (i = 0; i < n; i++) /* all before the first fork: what they give back was counted */
+        if (tkvi_is_copy(kv, &order, i)) tkvi_clear_seq(kv, tkvi_reordered_from(kv, &order, i));
     for (i = 0; i < n; i++) {
         const int src = first + sources[i], dst = tkvi_reordered_from(kv, &order, i);
         if (!tkvi_is_copy(kv, &order, i)) continue;
-        tkvi_clear_seq(kv, dst);
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             tkvi_share_list(kv, src, dst, layer, TKVI_FOREVER);
         tkvi_share_states(&kv->states, src, dst, TKVI_FOREVER);
