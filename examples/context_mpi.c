@@ -27,6 +27,7 @@
 
 #include "context_job.h"
 #include "context_shard.h"
+#include "measure.h"
 
 #include <mpi.h>
 
@@ -227,7 +228,7 @@ static void write_text(job *j) {
     for (int i = at->n_prompt; i < at->n_tokens; i++) print_token(j, i); /* written before the checkpoint */
     for (;;) {
         save_if_due(j);
-        evaluate(j, llama_chunk(&j->s.cfg, at->n_cached, at->n_tokens - at->n_cached), logits);
+        evaluate(j, measure_chunk(&j->s.cfg, at->n_cached, at->n_tokens - at->n_cached), logits);
         if (at->n_cached < at->n_tokens) continue;
         if (at->n_tokens - at->n_prompt >= j->opt.n || at->n_tokens >= context) break;
         uint64_t rng = rng_seed(&j->opt) + (uint64_t)at->n_tokens * 0x9e3779b97f4a7c15u;
@@ -277,7 +278,7 @@ static void append_synthetic(job *j) {
     float *k = (float *)allocate((size_t)(2 * MOST_ROWS * dim), sizeof *k), *v = k + MOST_ROWS * dim;
     while (s->at.n_cached < j->synthetic) {
         save_if_due(j);
-        const int at = s->at.n_cached, n = llama_chunk(&s->cfg, at, j->synthetic - at);
+        const int at = s->at.n_cached, n = measure_chunk(&s->cfg, at, j->synthetic - at);
         for (int layer = 0; layer < m->n_layers; layer++) {
             make_up(k, n, dim, at, layer, 1, 1.0f);
             make_up(v, n, dim, at, layer, 2, 1.0f);
