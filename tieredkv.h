@@ -2363,8 +2363,8 @@ typedef struct tkv_attend_params {
     const void *mask;
     tkv_type mask_type;
     ptrdiff_t mask_stride; /* in elements */
-    ptrdiff_t
-        mask_head_stride; /* 0, or elements from one query head's mask to the next: relative biases of T5 */
+    /* 0, or elements from one query head's mask to the next: relative biases of T5 */
+    ptrdiff_t mask_head_stride;
     /* NULL, or the column of the mask for each key, by index, in the place of the index itself: for engines whose masks
      * have a column for each cell of their cache. From 0 to mask_stride - 1. Each entry of the batch has an array of
      * mask_cells_stride numbers; 0: the longest sequence's length. */
@@ -4534,6 +4534,16 @@ static void tkvi_append_int(tkvi_text *t, int64_t n) {
     while (u /= 10u);
     if (n < 0) digits[--i] = '-';
     tkvi_append_text(t, digits + i);
+}
+
+/* Writes `what`; and behind it the number and `more`, except if that is NULL. */
+static void tkvi_write_sentence(char *buf, size_t size, const char *what, int64_t number, const char *more) {
+    tkvi_text t = tkvi_text_begin(buf, size);
+    tkvi_append_text(&t, what);
+    if (!more) return;
+    tkvi_append_text(&t, " ");
+    tkvi_append_int(&t, number);
+    tkvi_append_text(&t, more);
 }
 
 /* Writes `why` to the caller's buffer, which may be NULL, and returns st. */
@@ -27739,13 +27749,7 @@ static tkv_status tkvi_ok(tkv_cache *kv) {
 
 static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
                             const char *more) {
-    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
-    tkvi_append_text(&t, what);
-    if (more) {
-        tkvi_append_text(&t, " ");
-        tkvi_append_int(&t, number);
-        tkvi_append_text(&t, more);
-    }
+    tkvi_write_sentence(kv->call.error, sizeof kv->call.error, what, number, more);
     return st;
 }
 
@@ -39112,10 +39116,17 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
+/* Makes dst, which is empty, see the first n_tokens of src in all layers, with their states. Cannot fail. */
+static void tkvi_share_seq(tkv_cache *kv, int src, int dst, int n_tokens) {
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_share_list(kv, src, dst, layer, n_tokens);
+    tkvi_share_states(&kv->states, src, dst, n_tokens);
+}
+
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     tkvi_fork fork;
     tkv_status st;
-    int layer;
     if (!tkvi_has_seq(kv, src)) return tkvi_refuse_seq(kv, src);
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
     if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
@@ -39133,9 +39144,7 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     if (st) return st;
     tkvi_clear_seq(kv, dst);
     tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        tkvi_share_list(kv, src, dst, layer, n_tokens);
-    tkvi_share_states(&kv->states, src, dst, n_tokens);
+    tkvi_share_seq(kv, src, dst, n_tokens);
     tkvi_shrink_index(kv, dst);
     return tkvi_ok(kv);
 }
@@ -39179,8 +39188,8 @@ static int tkvi_plan_reorder(tkv_cache *kv, const tkvi_reorder *order) {
         seq[i].from = TKV_NO_SEQ;
         seq[i].is_taken = 0;
     }
-    for (i = 0; i < order->n;
-         i++) /* who keeps a sequence: itself, if it needs it, else the first that does */
+    /* who keeps a sequence: itself, if it needs it, else the first that does */
+    for (i = 0; i < order->n; i++)
         if (order->sources[i] == i) seq[i].is_taken = 1, seq[i].from = order->first + i;
     for (i = 0; i < order->n; i++) {
         const int source = order->sources[i];
@@ -39297,7 +39306,7 @@ static tkv_status tkvi_check_reorder(tkv_cache *kv, const tkvi_reorder *order) {
 TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources, int n) {
     tkvi_reorder order;
     tkv_status st;
-    int i, layer, n_copies;
+    int i, n_copies;
     if (!kv) return TKV_ERR_ARG;
     order.first = first;
     order.sources = sources;
@@ -39315,13 +39324,9 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
     for (i = 0; i < n; i++) tkvi_reserve_slots(kv, first + i, 0);
     for (i = 0; i < n; i++) /* all before the first fork: what they give back was counted */
         if (tkvi_is_copy(kv, &order, i)) tkvi_clear_seq(kv, tkvi_reordered_from(kv, &order, i));
-    for (i = 0; i < n; i++) {
-        const int src = first + sources[i], dst = tkvi_reordered_from(kv, &order, i);
-        if (!tkvi_is_copy(kv, &order, i)) continue;
-        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            tkvi_share_list(kv, src, dst, layer, TKVI_FOREVER);
-        tkvi_share_states(&kv->states, src, dst, TKVI_FOREVER);
-    }
+    for (i = 0; i < n; i++)
+        if (tkvi_is_copy(kv, &order, i))
+            tkvi_share_seq(kv, first + sources[i], tkvi_reordered_from(kv, &order, i), TKVI_FOREVER);
     for (i = 0; i < n; i++) { /* an earlier swap has moved what was below i */
         int from = tkvi_reordered_from(kv, &order, i);
         while (from < first + i) from = kv->seq[from].from;
@@ -40876,16 +40881,11 @@ TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out) {
 
 TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_params *p, char *reason,
                                        size_t size) {
-    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_call c;
     const tkv_status st = tkvi_call_init(&c, (tkv_cache *)(uintptr_t)kv, p); /* only reads */
-    if (!st) return st;
+    if (!st) return tkvi_give_reason(st, "", reason, size);
     if (!TKVI_HAS_REPORTS) return tkvi_give_reason(st, tkv_get_status_text(st), reason, size);
-    tkvi_append_text(&t, c.why[0]);
-    if (!c.why[1]) return st;
-    tkvi_append_text(&t, " ");
-    tkvi_append_int(&t, c.number);
-    tkvi_append_text(&t, c.why[1]);
+    tkvi_write_sentence(reason, reason ? size : 0, c.why[0], c.number, c.why[1]);
     return st;
 }
 

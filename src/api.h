@@ -807,8 +807,8 @@ typedef struct tkv_attend_params {
     const void *mask;
     tkv_type mask_type;
     ptrdiff_t mask_stride; /* in elements */
-    ptrdiff_t
-        mask_head_stride; /* 0, or elements from one query head's mask to the next: relative biases of T5 */
+    /* 0, or elements from one query head's mask to the next: relative biases of T5 */
+    ptrdiff_t mask_head_stride;
     /* NULL, or the column of the mask for each key, by index, in the place of the index itself: for engines whose masks
      * have a column for each cell of their cache. From 0 to mask_stride - 1. Each entry of the batch has an array of
      * mask_cells_stride numbers; 0: the longest sequence's length. */

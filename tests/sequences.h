@@ -198,6 +198,25 @@ static inline void free_snapshot(snapshot *p) {
     p->bytes = NULL;
 }
 
+/* Makes change number i while allocation fail_at and all later ones fail. Without memory it changes nothing. */
+static inline tkv_status change_without_memory(tkv_cache *kv, counting_allocator *p, int fail_at,
+                                               tkv_status (*change)(tkv_cache *kv, int i), int i) {
+    snapshot before = snapshot_of_tokens(kv), after;
+    tkv_status st;
+    p->fail_at = fail_at;
+    st = change(kv, i);
+    p->fail_at = 0;
+    check_cache_at(kv, "allocation", fail_at);
+    if (st) {
+        CHECK_EQ(st, TKV_ERR_NOMEM);
+        after = snapshot_of_tokens(kv);
+        CHECK(is_same_snapshot(&before, &after));
+        free_snapshot(&after);
+    }
+    free_snapshot(&before);
+    return st;
+}
+
 /* Checks that the cache equals the snapshot `before`, then frees the snapshot. */
 static inline void check_unchanged(tkv_cache *kv, snapshot *before, const char *what) {
     snapshot now = snapshot_of(kv);

@@ -399,6 +399,8 @@ TEST(own_bytes_are_told_from_shared_ones) {
 }
 
 /* >>failures */
+static tkv_status fork_first(tkv_cache *kv, int to) { return tkv_seq_fork(kv, 0, to, TKV_UNLIMITED); }
+
 /* Whether a fork gets its memory or not, no other sequence changes; without it, none does. */
 TEST(forks_without_memory_change_nothing) {
     int budgeted, fail_at;
@@ -407,27 +409,15 @@ TEST(forks_without_memory_change_nothing) {
         for (fail_at = 1; st; fail_at++) {
             counting_allocator p;
             tkv_config cfg = make_config(2, 3);
-            snapshot before, after;
             tkv_cache *kv;
             cfg.host.allocator = counting_allocator_of(&p);
             if (budgeted) cfg.budget.bytes = 1 << 20;
             kv = create_cache(&cfg);
             CHECK_EQ(append_to_all_layers(kv, 0, 0, 500, 100), TKV_OK);
             CHECK_EQ(append_to_all_layers(kv, 1, 1, 70, 100), TKV_OK);
-            before = snapshot_of_tokens(kv);
-            p.fail_at = fail_at;
-            st = tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED);
-            p.fail_at = 0;
-            check_cache_at(kv, "allocation", fail_at);
-            if (st) {
-                CHECK_EQ(st, TKV_ERR_NOMEM);
-                after = snapshot_of_tokens(kv);
-                CHECK(is_same_snapshot(&before, &after));
-                free_snapshot(&after);
-            }
-            CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+            st = change_without_memory(kv, &p, fail_at, fork_first, 1);
+            CHECK_EQ(fork_first(kv, 1), TKV_OK);
             CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 500);
-            free_snapshot(&before);
             tkv_destroy(kv);
             CHECK_EQ(p.held, 0);
         }
@@ -435,16 +425,17 @@ TEST(forks_without_memory_change_nothing) {
     }
 }
 
+static const int heirs[] = {3, 0, 0, 3, 3};
+static tkv_status reorder_heirs(tkv_cache *kv, int first) { return tkv_seq_reorder(kv, first, heirs, 5); }
+
 /* So does a reorder of several forks. */
 TEST(reorders_without_memory_change_nothing) {
-    static const int sources[] = {3, 0, 0, 3, 3};
     int budgeted, fail_at;
     for (budgeted = 0; budgeted < 2; budgeted++) {
         tkv_status st = TKV_ERR_NOMEM;
         for (fail_at = 1; st; fail_at++) {
             counting_allocator p;
             tkv_config cfg = make_config(2, 5);
-            snapshot before, after;
             tkv_cache *kv;
             int b;
             cfg.host.allocator = counting_allocator_of(&p);
@@ -453,20 +444,9 @@ TEST(reorders_without_memory_change_nothing) {
             CHECK_EQ(append_to_all_layers(kv, 0, 0, 300, 100), TKV_OK);
             CHECK_EQ(append_to_all_layers(kv, 1, 1, 70, 100), TKV_OK);
             CHECK_EQ(append_to_all_layers(kv, 3, 3, 500, 100), TKV_OK);
-            before = snapshot_of_tokens(kv);
-            p.fail_at = fail_at;
-            st = tkv_seq_reorder(kv, 0, sources, 5);
-            p.fail_at = 0;
-            check_cache_at(kv, "allocation", fail_at);
-            if (st) {
-                CHECK_EQ(st, TKV_ERR_NOMEM);
-                after = snapshot_of_tokens(kv);
-                CHECK(is_same_snapshot(&before, &after));
-                free_snapshot(&after);
-                CHECK_EQ(tkv_seq_reorder(kv, 0, sources, 5), TKV_OK);
-            }
-            for (b = 0; b < 5; b++) CHECK_EQ(tkv_get_length(kv, b, TKV_ALL_LAYERS), sources[b] ? 500 : 300);
-            free_snapshot(&before);
+            st = change_without_memory(kv, &p, fail_at, reorder_heirs, 0);
+            if (st) CHECK_EQ(reorder_heirs(kv, 0), TKV_OK);
+            for (b = 0; b < 5; b++) CHECK_EQ(tkv_get_length(kv, b, TKV_ALL_LAYERS), heirs[b] ? 500 : 300);
             tkv_destroy(kv);
             CHECK_EQ(p.held, 0);
         }

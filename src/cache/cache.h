@@ -575,13 +575,7 @@ static tkv_status tkvi_ok(tkv_cache *kv) {
 
 static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
                             const char *more) {
-    tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
-    tkvi_append_text(&t, what);
-    if (more) {
-        tkvi_append_text(&t, " ");
-        tkvi_append_int(&t, number);
-        tkvi_append_text(&t, more);
-    }
+    tkvi_write_sentence(kv->call.error, sizeof kv->call.error, what, number, more);
     return st;
 }
 

@@ -366,6 +366,16 @@ static void tkvi_append_int(tkvi_text *t, int64_t n) {
     tkvi_append_text(t, digits + i);
 }
 
+/* Writes `what`; and behind it the number and `more`, except if that is NULL. */
+static void tkvi_write_sentence(char *buf, size_t size, const char *what, int64_t number, const char *more) {
+    tkvi_text t = tkvi_text_begin(buf, size);
+    tkvi_append_text(&t, what);
+    if (!more) return;
+    tkvi_append_text(&t, " ");
+    tkvi_append_int(&t, number);
+    tkvi_append_text(&t, more);
+}
+
 /* Writes `why` to the caller's buffer, which may be NULL, and returns st. */
 static tkv_status tkvi_give_reason(tkv_status st, const char *why, char *reason, size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);

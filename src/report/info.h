@@ -83,16 +83,11 @@ TKV_API tkv_status tkv_get_config(const tkv_cache *kv, tkv_config *out) {
 
 TKV_API tkv_status tkv_validate_attend(const tkv_cache *kv, const tkv_attend_params *p, char *reason,
                                        size_t size) {
-    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_call c;
     const tkv_status st = tkvi_call_init(&c, (tkv_cache *)(uintptr_t)kv, p); /* only reads */
-    if (!st) return st;
+    if (!st) return tkvi_give_reason(st, "", reason, size);
     if (!TKVI_HAS_REPORTS) return tkvi_give_reason(st, tkv_get_status_text(st), reason, size);
-    tkvi_append_text(&t, c.why[0]);
-    if (!c.why[1]) return st;
-    tkvi_append_text(&t, " ");
-    tkvi_append_int(&t, c.number);
-    tkvi_append_text(&t, c.why[1]);
+    tkvi_write_sentence(reason, reason ? size : 0, c.why[0], c.number, c.why[1]);
     return st;
 }
 

@@ -113,10 +113,17 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
+/* Makes dst, which is empty, see the first n_tokens of src in all layers, with their states. Cannot fail. */
+static void tkvi_share_seq(tkv_cache *kv, int src, int dst, int n_tokens) {
+    int layer;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        tkvi_share_list(kv, src, dst, layer, n_tokens);
+    tkvi_share_states(&kv->states, src, dst, n_tokens);
+}
+
 TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     tkvi_fork fork;
     tkv_status st;
-    int layer;
     if (!tkvi_has_seq(kv, src)) return tkvi_refuse_seq(kv, src);
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
     if (src == dst) return tkvi_fail(kv, TKV_ERR_ARG, "src and dst are both sequence", src, "");
@@ -134,9 +141,7 @@ TKV_API tkv_status tkv_seq_fork(tkv_cache *kv, int src, int dst, int n_tokens) {
     if (st) return st;
     tkvi_clear_seq(kv, dst);
     tkvi_reserve_slots(kv, src, 0); /* it was counted for blocks that src holds alone */
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        tkvi_share_list(kv, src, dst, layer, n_tokens);
-    tkvi_share_states(&kv->states, src, dst, n_tokens);
+    tkvi_share_seq(kv, src, dst, n_tokens);
     tkvi_shrink_index(kv, dst);
     return tkvi_ok(kv);
 }

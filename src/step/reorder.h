@@ -36,8 +36,8 @@ static int tkvi_plan_reorder(tkv_cache *kv, const tkvi_reorder *order) {
         seq[i].from = TKV_NO_SEQ;
         seq[i].is_taken = 0;
     }
-    for (i = 0; i < order->n;
-         i++) /* who keeps a sequence: itself, if it needs it, else the first that does */
+    /* who keeps a sequence: itself, if it needs it, else the first that does */
+    for (i = 0; i < order->n; i++)
         if (order->sources[i] == i) seq[i].is_taken = 1, seq[i].from = order->first + i;
     for (i = 0; i < order->n; i++) {
         const int source = order->sources[i];
@@ -154,7 +154,7 @@ static tkv_status tkvi_check_reorder(tkv_cache *kv, const tkvi_reorder *order) {
 TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources, int n) {
     tkvi_reorder order;
     tkv_status st;
-    int i, layer, n_copies;
+    int i, n_copies;
     if (!kv) return TKV_ERR_ARG;
     order.first = first;
     order.sources = sources;
@@ -172,13 +172,9 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
     for (i = 0; i < n; i++) tkvi_reserve_slots(kv, first + i, 0);
     for (i = 0; i < n; i++) /* all before the first fork: what they give back was counted */
         if (tkvi_is_copy(kv, &order, i)) tkvi_clear_seq(kv, tkvi_reordered_from(kv, &order, i));
-    for (i = 0; i < n; i++) {
-        const int src = first + sources[i], dst = tkvi_reordered_from(kv, &order, i);
-        if (!tkvi_is_copy(kv, &order, i)) continue;
-        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-            tkvi_share_list(kv, src, dst, layer, TKVI_FOREVER);
-        tkvi_share_states(&kv->states, src, dst, TKVI_FOREVER);
-    }
+    for (i = 0; i < n; i++)
+        if (tkvi_is_copy(kv, &order, i))
+            tkvi_share_seq(kv, first + sources[i], tkvi_reordered_from(kv, &order, i), TKVI_FOREVER);
     for (i = 0; i < n; i++) { /* an earlier swap has moved what was below i */
         int from = tkvi_reordered_from(kv, &order, i);
         while (from < first + i) from = kv->seq[from].from;
