@@ -38882,25 +38882,29 @@ static int tkvi_has_position(const tkvi_states *s, int seq, int n_tokens) {
            s->n_stateful;
 }
 
-/* Provides memory for a state, and a place in the list. */
-static tkv_status tkvi_provide_state(tkv_cache *kv, int seq, int layer, int n_tokens, size_t size,
-                                     tkvi_state **out) {
+/* Provides memory for a state, and a place in the list. Returns NULL, with *why, if there is none. */
+static tkvi_state *tkvi_provide_state(tkv_cache *kv, int seq, int layer, int n_tokens, size_t size,
+                                      tkv_status *why) {
     tkvi_states *s = &kv->states;
     const tkvi_state_list *list = &s->list[seq];
     const size_t bytes = tkvi_state_bytes(size);
     const int fits = tkvi_fit_states(s, bytes);
     size_t needed = 0;
+    tkvi_state *state;
     if (!fits ||
         !tkvi_provide_bytes(kv, bytes + tkvi_growth_bytes(list->cap, list->n + 1, sizeof(tkvi_held_state)),
                             &needed)) {
-        *out = tkvi_take_over(kv, seq, layer, n_tokens, size);
-        if (*out) return TKV_OK;
-        return fits ? tkvi_refuse_over_budget(kv, needed) : tkvi_refuse_state_bytes(kv, bytes);
+        state = tkvi_take_over(kv, seq, layer, n_tokens, size);
+        if (!state) *why = fits ? tkvi_refuse_over_budget(kv, needed) : tkvi_refuse_state_bytes(kv, bytes);
+        return state;
     }
-    if (!tkvi_grow_state_list(s, seq, list->n + 1))
-        return tkvi_refuse_no_memory(kv, "no memory for the list of", list->n + 1, " states");
-    *out = tkvi_new_state(s, size);
-    return *out ? TKV_OK : tkvi_refuse_no_memory(kv, "no memory for a state of layer", layer, "");
+    if (!tkvi_grow_state_list(s, seq, list->n + 1)) {
+        *why = tkvi_refuse_no_memory(kv, "no memory for the list of", list->n + 1, " states");
+        return NULL;
+    }
+    state = tkvi_new_state(s, size);
+    if (!state) *why = tkvi_refuse_no_memory(kv, "no memory for a state of layer", layer, "");
+    return state;
 }
 
 /* Checks the numbers that name a state. */
@@ -38936,10 +38940,10 @@ TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_to
         memcpy(tkvi_bytes_of_state(state), bytes, size);
         return tkvi_ok(kv);
     }
-    st = tkvi_provide_state(kv, seq, layer, n_tokens, size, &state);
-    if (st) tkvi_shrink_states(kv, seq);
+    state = tkvi_provide_state(kv, seq, layer, n_tokens, size, &st);
+    if (!state) tkvi_shrink_states(kv, seq);
     tkvi_trim(&kv->pool);
-    if (st) return st;
+    if (!state) return st;
     memcpy(tkvi_bytes_of_state(state), bytes, size);
     state->layer = layer;
     state->n_tokens = n_tokens;
