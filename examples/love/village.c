@@ -79,8 +79,8 @@ struct village {
     request request[32];
     int n_requests;
     double frame_start, second_start;
-    int n_seconds_tokens, refreshed; /* the last person whose tiers were looked at */
-    struct play {                    /* play.h */
+    int n_forked, n_seconds_tokens, refreshed; /* the last person whose tiers were looked at */
+    struct play {                              /* play.h */
         char *script, *at;
         double resume;
     } play;
@@ -293,7 +293,13 @@ static void end_speech(village *v, int who) {
     p->n_queued = p->n_heard = 0;
     if (n && p->speech[n - 1] == '\n') p->speech[n - 1] = 0;
     if (p->n_lines) memcpy(p->line[p->n_lines - 1].text, p->speech, sizeof p->speech);
-    tell(v, "said %s %s\n", p->name, p->speech[0] ? "something" : "nothing");
+    if (v->log) {
+        char text[VILLAGE_TEXT];
+        memcpy(text, p->speech, sizeof text);
+        for (char *c = text; *c; c++)
+            if (*c == '\n') *c = '/';
+        tell(v, "said %s: %s\n", p->name, text);
+    }
     if (partner < 0 || p->turns == 0 || v->of[partner].n_queued || v->of[partner].speaks) return;
     address(v, partner, p->name, p->speech, who, p->turns - 1);
 }
@@ -579,6 +585,11 @@ static void work_on_cache(village *v, double deadline) {
         if (tkv_seq_fork(v->kv, FIRST, i, TKV_UNLIMITED) != TKV_OK) continue;
         p->is_here = 1;
         n_forks++;
+        v->n_forked++;
+    }
+    if (v->n_forked == PEOPLE) { /* the prompt lives on in them, and ages with the last of them */
+        (void)tkv_seq_reset(v->kv, FIRST);
+        v->n_forked++;
     }
     (void)tkv_maintain(v->kv, INT_MAX, is_time_up, &half,
                        NULL);                                  /* what it cannot do, a later append reports */

@@ -1,0 +1,319 @@
+#!/usr/bin/env python3
+"""The village of examples/love: the binding for LuaJIT by itself, and the scene in SDL2 and LOVE with scripted keys. It
+needs luajit, love, sdl2-config and xvfb-run. TKV_TEST_STRICT=1: a test whose tool is missing fails, commands are run
+as they are documented, and the whole village is played."""
+import functools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+import zlib
+
+sys.dont_write_bytecode = True
+import programs
+import results
+
+ROOT = programs.ROOT
+LOVE = os.path.join(ROOT, "examples", "love")
+NAMES = "Antonio_Rostov", "Antonio Rostov"  # whom the scene selects at its start
+FRAME_MS = 2  # most processor time that 99 % of frames may take for the cache
+
+
+def read(name):
+    with open(os.path.join(LOVE, name), encoding="utf-8") as f:
+        return f.read()
+
+
+def need(*tools):
+    for tool in tools:
+        if not shutil.which(tool):
+            programs.missing("%s is missing" % tool)
+
+
+def documented(name, output, more=()):
+    """Builds with the cc command at the top of a file, and another output."""
+    command = re.search(r"^(?: \*|--) +(cc -O2 .*?)(?: &&.*)?$", read(name), re.M).group(1)
+    flags = re.search(r"\$\((sdl2-config [^)]*)\)", command)
+    words = []
+    for word in re.sub(r"\$\([^)]*\)", "SDL", command).split():
+        words += subprocess.check_output(flags.group(1).split(), text=True).split() if word == "SDL" else [word]
+    words[words.index("-o") + 1] = output
+    words[words.index("examples/tieredkv.c")] = library()
+    programs.compile_program(words, more)
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    """The word for the library in a command: as it stands there if STRICT, else an object that is compiled once."""
+    if programs.STRICT:
+        os.environ.pop("LIBRARY", None)
+        return "examples/tieredkv.c"
+    place = tempfile.TemporaryDirectory()
+    unittest.addModuleCleanup(place.cleanup)
+    path = os.path.join(place.name, "tieredkv.o")
+    subprocess.check_call(["cc", "-O2", "-fPIC", "-c", os.path.join(ROOT, "examples", "tieredkv.c"), "-o", path])
+    return path
+
+
+class Binding(unittest.TestCase):
+    """tieredkv.lua, with luajit alone."""
+
+    STRUCTS = {"tkv_memory_info": "total tier tables slack offloaded peak fp16_bytes ratio ratio_f32",
+               "tkv_seq_memory_info": "own shared share",
+               "tkv_save_params": "seq model model_bytes tokens n_tokens with_scores length former former_bytes scratch "
+                                  "scratch_bytes info",
+               "tkv_load_params": "seq model model_bytes tokens token_capacity recover attach release release_user "
+                                  "scratch scratch_bytes",
+               "tkv_load_info": "n_tokens n_saved_tokens n_tables n_recoded n_attached end"}
+
+    @classmethod
+    def setUpClass(cls):
+        need("luajit")
+        place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(place.cleanup)
+        cls.place = place.name
+        cls.library = os.path.join(place.name, "libtieredkv.so")
+        documented("tieredkv.lua", cls.library)
+
+    def test_by_itself(self):
+        run = subprocess.run(["luajit", os.path.join(LOVE, "tieredkv_test.lua"), self.library], capture_output=True,
+                             text=True)
+        self.assertEqual((run.returncode, run.stderr), (0, ""), run.stdout)
+        self.assertRegex(run.stdout, r"^\d+ passed, 0 failed\n$")
+
+    def test_structs_are_those_of_the_header(self):
+        c, lua = "", ""
+        for name, fields in self.STRUCTS.items():
+            c += 'printf("%%zu\\n", sizeof(%s));\n' % name
+            lua += "print(ffi.sizeof('%s'))\n" % name
+            for field in fields.split():
+                c += 'printf("%%zu\\n", offsetof(%s, %s));\n' % (name, field)
+                lua += "print(ffi.offsetof('%s', '%s'))\n" % (name, field)
+        source, program = os.path.join(self.place, "sizes.c"), os.path.join(self.place, "sizes")
+        with open(source, "w", encoding="utf-8") as f:
+            f.write('#include <stdio.h>\n#include "%s/tieredkv.h"\nint main(void) {\n%s return 0; }\n' % (ROOT, c))
+        subprocess.check_call(["cc", source, "-o", program])
+        script = ("local ffi = require 'ffi'\npackage.path = '%s/?.lua'\nrequire('tieredkv')('%s')\n%s" %
+                  (LOVE, self.library, lua))
+        self.assertEqual(subprocess.check_output(["luajit", "-e", script], text=True),
+                         subprocess.check_output([program], text=True))
+
+    def test_is_short(self):
+        self.assertLess(len(read("tieredkv.lua").splitlines()), 150)
+
+
+class Log:
+    """The log of a run, by kinds of lines."""
+
+    def __init__(self, path):
+        with open(path, encoding="utf-8") as f:
+            lines = f.read().splitlines()
+        self.frames = [[float(x) for x in line.split()[1:]] for line in lines if line.startswith("frame ")]
+        self.lines = [line for line in lines if not line.startswith("frame ")]
+
+    def of(self, kind):
+        return [line[len(kind) + 1:] for line in self.lines if line.startswith(kind + " ")]
+
+    def percentile(self, column, percent):
+        values = sorted(frame[column] for frame in self.frames)
+        return values[len(values) * percent // 100 - (percent == 100)]
+
+    def print_times(self, what):
+        row = ["%s %.2f, %.2f, %.2f" % (name, *(self.percentile(column, p) for p in (50, 99, 100)))
+               for name, column in (("frame", 1), ("cache", 2), ("cache, processor time", 3))]
+        print("%s: %d frames, ms (median, 99 %%, worst): %s" % (what, len(self.frames), "; ".join(row)))
+
+
+class Scene:
+    """Runs of the scene: RUN(script) -> Log. Each has a folder of its own for saved people."""
+
+    TALK = """until silent
+next
+key return
+type What is thy news tonight?
+shot {shot}
+key return
+wait .4
+key i
+until silent
+until done
+next
+key n
+until done
+key s
+until done
+quit
+"""
+    LOAD = """wait .2
+key l
+until done
+key return
+type Who art thou?
+key return
+wait .2
+until silent
+quit
+"""
+
+    @classmethod
+    def setUpClass(cls):
+        need(*cls.TOOLS)
+        place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(place.cleanup)
+        cls.place = place.name
+        cls.build()
+
+    def play(self, script, *args):
+        path, log = os.path.join(self.place, "script"), os.path.join(self.place, "log")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(script)
+        env = dict(os.environ, LIBGL_ALWAYS_SOFTWARE="1", SDL_AUDIODRIVER="dummy")
+        run = subprocess.run(self.command() + ["--script", path, "--log", log, "--folder", self.place, *args], cwd=ROOT,
+                             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+        self.assertEqual(run.returncode, 0, run.stdout.decode("utf-8", "replace")[-3000:])
+        return Log(log)
+
+    def check_frames(self, log, what):
+        log.print_times(what)
+        self.assertGreater(len(log.frames), 30)
+        self.assertLess(log.percentile(3, 99), FRAME_MS)
+
+    def test_talk_interrupt_save_and_restore(self):
+        shot = os.path.join(self.place, "shot" + self.PICTURE)
+        log = self.play(self.TALK.format(shot=shot), "--silent")
+        self.check_frames(log, type(self).__name__)
+        self.check_picture(shot)
+        before, after = log.of("next")
+        undone, = log.of("undone")
+        self.assertEqual(before.split()[-1], after.split()[-1], "another token is the likeliest one after a rollback")
+        print("interrupted: %s tokens taken back; logits have %s bits" %
+              (undone.split()[-1], "the same" if before == after else "other"))
+        self.assertGreater(int(undone.split()[-1]), 10)
+        number, = log.of("number")
+        self.assertEqual(*number.split()[-2:])
+        saved, = log.of("saved")
+        *name, size, fp16, bits, token = saved.split()
+        self.assertEqual(" ".join(name), NAMES[1])
+        file = os.path.join(self.place, "village-%s.tkv" % NAMES[0])
+        self.assertEqual(os.path.getsize(file), int(size))
+        self.assertGreater(int(fp16), 3 * int(size))
+        said = []
+        for _ in range(2):  # in other processes: the same bits, and the same words each time
+            again = self.play(self.LOAD, "--silent")
+            loaded, = again.of("loaded")
+            self.assertEqual(loaded.split()[-2:], [bits, token])
+            said += again.of("said")
+        self.assertEqual(len(said), 2)
+        self.assertEqual(*said)
+
+    def test_damaged_files_are_refused(self):
+        file = os.path.join(self.place, "village-%s.tkv" % NAMES[0])
+        self.play("until silent\nkey s\nuntil done\nquit\n", "--silent")
+        with open(file, "rb") as f:
+            good = f.read()
+        for bad in (good[:len(good) // 2] + bytes([good[len(good) // 2] ^ 1]) + good[len(good) // 2 + 1:],
+                    good[:1000], b"", b"nonsense" * 100):
+            with open(file, "wb") as f:
+                f.write(bad)
+            log = self.play("until silent\nnext\nkey l\nuntil done\nnext\nuntil done\nquit\n", "--silent")
+            refused, = log.of("refused")
+            self.assertRegex(refused, r"^%s: [a-z].{15,}$" % NAMES[1])
+            self.assertEqual(log.of("loaded"), [])
+            before, after = log.of("next")
+            self.assertEqual(before, after)  # it is as it was
+        os.remove(file)
+        refused, = self.play("until silent\nkey l\nuntil done\nquit\n", "--silent").of("refused")
+        self.assertIn("there is no saved file", refused)
+
+    def check_colors(self, n_colors, n_bright):
+        """A picture is not blank: it has many colours, and the light of windows, letters and fire."""
+        self.assertGreater(n_colors, 30)
+        self.assertGreater(n_bright, 1000)
+
+
+class Sdl(Scene, unittest.TestCase):
+    TOOLS = "sdl2-config", "xvfb-run"
+    PICTURE = ".bmp"
+
+    @classmethod
+    def build(cls):
+        cls.program = os.path.join(cls.place, "village")
+        documented("village_sdl.c", cls.program, programs.WARN_C)
+
+    def command(self):
+        return ["xvfb-run", "-a", "-s", "-screen 0 1280x720x24", self.program]
+
+    def check_picture(self, path):
+        with open(path, "rb") as f:
+            data = f.read()
+        at, = struct.unpack("<I", data[10:14])
+        pixels = [data[i:i + 3] for i in range(at, len(data) - 3, 4)]
+        self.check_colors(len(set(pixels)), sum(min(p) > 200 for p in pixels))
+
+    def test_is_short(self):
+        self.assertLess(len(read("village_sdl.c").splitlines()), 400)
+
+    def test_whole_village(self):
+        """All 100 people read, talk, remember their number, and are saved, within the budget: a minute or two."""
+        if not programs.STRICT:
+            self.skipTest("TKV_TEST_STRICT is not 1")
+        log = self.play("until read\nwait 5\nkey g\nwait 3\nkey c\nuntil done\nkey a\nuntil done\n" + 2 * (
+            "key return\ntype Who art thou?\nkey return\nwait .2\nuntil silent\nkey l\nuntil done\n") + "quit\n")
+        self.check_frames(log, "whole village")
+        self.assertEqual(len(log.of("read")), 100)
+        self.assertEqual(log.of("refused"), [])
+        self.assertLessEqual(max(frame[6] for frame in log.frames), 64 << 20)
+        self.assertGreater(len(log.of("said")), 3)
+        numbers = [line.split()[-2:] for line in log.of("number")]
+        right = sum(said == truth for said, truth in numbers)
+        saved = [line.split()[-4:-2] for line in log.of("saved")]
+        sizes, fp16 = sum(int(a) for a, _ in saved) / 1e5, sum(int(b) for _, b in saved) / 1e5
+        print("forecast %.1f MB, held %.1f MB; %d of %d know their number; a file has %.0f KB, FP16 %.0f KB" % (
+            float(log.of("forecast")[0]) / 1048576, log.frames[-1][6] / 1048576, right, len(numbers), sizes, fp16))
+        self.assertEqual((len(numbers), len(saved)), (100, 100))
+        self.assertEqual(*log.of("said")[-2:])  # before and after it was restored
+        self.assertGreaterEqual(right, 90)
+
+    def test_errors(self):
+        for args, said in ((["--model", "none.gguf"], "cannot read none.gguf"),
+                           (["--script", "none"], "cannot read none"), (["--what"], "--what: unknown option")):
+            run = subprocess.run([self.program, *args], cwd=ROOT, capture_output=True, text=True)
+            self.assertEqual((run.returncode, run.stdout), (1, ""))
+            self.assertIn(said, run.stderr)
+
+
+class Love(Scene, unittest.TestCase):
+    TOOLS = "love", "xvfb-run"
+    PICTURE = ".png"
+
+    @classmethod
+    def build(cls):
+        cls.game = os.path.join(cls.place, "love")
+        shutil.copytree(LOVE, cls.game, ignore=shutil.ignore_patterns("*.so"))
+        documented("village.c", os.path.join(cls.game, "libvillage.so"), programs.WARN_C)
+
+    def command(self):
+        model = os.path.join(ROOT, "examples", "data", "demo.gguf")
+        return ["xvfb-run", "-a", "-s", "-screen 0 1280x720x24", "love", self.game, "--model", model]
+
+    def check_picture(self, path):
+        with open(path, "rb") as f:
+            data = f.read()
+        self.assertEqual(data[:8], b"\x89PNG\r\n\x1a\n")
+        at, packed = 8, b""
+        while at < len(data):
+            size, kind = struct.unpack(">I4s", data[at:at + 8])
+            packed += data[at + 8:at + 8 + size] if kind == b"IDAT" else b""
+            at += size + 12
+        raw = zlib.decompress(packed)
+        self.assertGreater(len(data), 30000)  # a blank picture is a few thousand bytes
+        self.assertGreater(len(set(raw[i:i + 64] for i in range(0, len(raw), 64))), 1000)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    results.run()
