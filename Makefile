@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts llama-patch header check layout format ci \
+.PHONY: help run chat npc village village-sdl budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts llama-patch header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo 'make calibrate  writes tables that caches of a model can load; MODEL=file TEXT=file TABLES=file'
 	@echo 'make chat       talks with a model, and remembers the talk in build/chat.tkv; MODEL=file ARGS="--say Hello"'
 	@echo 'make npc        lets characters of a game talk in an arena of fixed size, saves and loads them; bytes, frame times'
+	@echo 'make village    100 characters of a game talk in 64 MB, in a window; needs love (LOVE 11)'
+	@echo 'make village-sdl    the same scene in C; needs libsdl2-dev'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
@@ -165,6 +167,23 @@ chat: build/chat_save
 npc: build/npc
 	./build/npc $(DEMO) --seed 5 -t 0.7 --save build/npc
 
+# The village: one library for LOVE, one program with SDL2.
+VILLAGE = examples/love/village.c examples/tieredkv.c
+VILLAGE_PARTS = $(VILLAGE) $(HEADERS) $(wildcard examples/love/*.h)
+
+examples/love/libvillage.so: $(VILLAGE_PARTS)
+	$(CC) $(CFLAGS) -shared -fPIC $(VILLAGE) -o $@ $(LDLIBS) -pthread
+
+build/village: examples/love/village_sdl.c $(VILLAGE_PARTS)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $< $(VILLAGE) -o $@ -lSDL2 $(LDLIBS) -pthread
+
+village: examples/love/libvillage.so
+	love examples/love $(ARGS)
+
+village-sdl: build/village
+	./build/village $(ARGS)
+
 picture: build/generate
 	$(PYTHON) tools/terminal_svg.py -o examples/run.svg --show 'make run' -- make --no-print-directory run
 
@@ -271,4 +290,4 @@ ci:
 	.ci/run
 
 clean:
-	rm -rf build
+	rm -rf build examples/love/libvillage.so

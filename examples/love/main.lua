@@ -7,14 +7,15 @@
 -- grey is the prompt that all share, blue takes 3 bits a value, yellow 4, and red is exact.
 local ffi = require "ffi"
 local source = love.filesystem.getSource()
-local C, village, view, keep
+local C, village, view
+local keep -- options: strings that C has pointers to
 local fonts, houses, glow, ground = {}, {}, nil, nil
 
 local MAP = {x = 24, y = 46, w = 830, h = 640}
 local PANEL = {x = 900, w = 356}
 local LIMIT_US = 1000 -- of a frame's work on the cache; the promise is 2 ms
-local TIERS = {{"shared prompt", {.48, .53, .58}}, {"archive, 3 bits", {.25, .49, .88}}, {"warm, 4 bits", {.93, .72, .24}},
-  {"hot, exact", {.96, .36, .26}}}
+local TIERS = {{"shared prompt", {.48, .53, .58}}, {"archive, 3 bits", {.25, .49, .88}},
+  {"warm, 4 bits", {.93, .72, .24}}, {"hot, exact", {.96, .36, .26}}}
 local FAMILIES = {{.72, .33, .27}, {.34, .50, .68}, {.62, .48, .72}, {.38, .58, .42}, {.74, .56, .30}}
 local AWAY, READING, SILENT, LISTENING, SPEAKING = 0, 1, 2, 3, 4
 local KINDS = {[0] = {.55, .82, .95}, {.97, .93, .84}, {.62, .70, .66}, {.93, .72, .24}, {.45, .42, .42}}
@@ -24,8 +25,10 @@ local function color(c, alpha, light)
   love.graphics.setColor(c[1] * light, c[2] * light, c[3] * light, alpha or 1)
 end
 
-local function commas(n) return (string.format("%d", n):reverse():gsub("(%d%d%d)(%d)", "%1,%2"):gsub("(%d%d%d)(%d)", "%1,%2")
-  :reverse()) end
+local function commas(n) -- 12,345,678
+  local digits = string.format("%d", n):reverse():gsub("(%d%d%d)", "%1,"):reverse()
+  return (digits:gsub("^,", ""))
+end
 
 -- >>life
 local function options()
@@ -43,11 +46,14 @@ end
 function love.load()
   local header = assert(io.open(source .. "/village.h")):read("*a")
   ffi.cdef((header:gsub("\n#[^\n]*", "\n")))
-  C = ffi.load(source .. "/libvillage.so")
+  local ok, library = pcall(ffi.load, source .. "/libvillage.so")
+  if not ok then error("The command at the top of main.lua builds libvillage.so: " .. library, 0) end
+  C = library
   keep = options()
   love.filesystem.createDirectory("")
   local o, reason = ffi.new("village_options"), ffi.new("char[256]")
-  o.model, o.folder, o.script, o.log, o.is_silent = keep.model, keep.folder, keep.script, keep.log, keep.silent and 1 or 0
+  o.model, o.folder, o.script, o.log = keep.model, keep.folder, keep.script, keep.log
+  o.is_silent = keep.silent and 1 or 0
   village = C.village_create(o, reason, 256)
   if village == nil then error(ffi.string(reason), 0) end
   for _, size in ipairs {11, 12, 14, 22} do fonts[size] = love.graphics.newFont(size) end
@@ -310,7 +316,8 @@ local function draw_talk()
   end
   if view.is_typing == 1 then
     y = bottom + 2
-    write(14, KINDS[0], "> " .. ffi.string(view.typed) .. (math.floor(love.timer.getTime() * 2) % 2 == 0 and "_" or ""))
+    local cursor = math.floor(love.timer.getTime() * 2) % 2 == 0 and "_" or ""
+    write(14, KINDS[0], "> " .. ffi.string(view.typed) .. cursor)
   end
 end
 

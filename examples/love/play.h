@@ -73,7 +73,7 @@ void village_key(village *v, const char *key) {
     else if (strcmp(key, "a") == 0) add_request(v, -1, WISH_SAVE, 0, "");
     else if (strcmp(key, "l") == 0) add_request(v, who, WISH_LOAD, 0, "");
     else if (strcmp(key, "g") == 0) v->is_silent = !v->is_silent;
-    else if (strcmp(key, "escape") == 0 || strcmp(key, "quit") == 0) view->quits = 1;
+    else if (strcmp(key, "escape") == 0) view->quits = 1;
 }
 
 static int begin_script(village *v, const char *path, char *reason, size_t size) {

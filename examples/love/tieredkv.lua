@@ -91,7 +91,7 @@ end
 function Cache:length(seq, layer) return self.C.tkv_get_length(self.kv, seq, layer or ALL_LAYERS) end
 function Cache:fork(src, dst, n) return check(self, self.C.tkv_seq_fork(self.kv, src, dst, n or UNLIMITED)) end
 function Cache:truncate(seq, n) return check(self, self.C.tkv_seq_truncate(self.kv, seq, n)) end
-function Cache:destroy() self.C.tkv_destroy(ffi.gc(self.kv, nil)); self.kv = nil end -- now, not when garbage is collected
+function Cache:destroy() self.C.tkv_destroy(ffi.gc(self.kv, nil)); self.kv = nil end -- before garbage is collected
 function Cache:reset(seq) return check(self, self.C.tkv_seq_reset(self.kv, seq)) end
 
 -- Codes at most n blocks ahead. Returns how many it did. A frame calls it with what fits: a block takes some 50 us.
@@ -128,7 +128,7 @@ function Cache:tiers(seq, layer)
   return counts[0], counts[1], counts[2]
 end
 
--- Returns a tkv_memory_info of the cache, or a tkv_seq_memory_info of a sequence. Its bytes are uint64_t: tonumber(x).
+-- Returns a tkv_memory_info of the cache, or a tkv_seq_memory_info of a sequence. Its bytes are for tonumber(x).
 function Cache:memory(seq)
   local m = ffi.new(seq and "tkv_seq_memory_info" or "tkv_memory_info")
   check(self, seq and self.C.tkv_seq_get_memory(self.kv, seq, m) or self.C.tkv_get_memory(self.kv, m))

@@ -1,6 +1,7 @@
 -- tieredkv_test.lua - tries tieredkv.lua with LuaJIT alone.
 --
---   cc -O2 -shared -fPIC examples/tieredkv.c -o libtieredkv.so -lm && luajit examples/love/tieredkv_test.lua ./libtieredkv.so
+--   cc -O2 -shared -fPIC examples/tieredkv.c -o libtieredkv.so -lm
+--   luajit examples/love/tieredkv_test.lua ./libtieredkv.so
 local ffi = require "ffi"
 package.path = arg[0]:gsub("[^/]*$", "") .. "?.lua;" .. package.path
 local tieredkv = require("tieredkv")(arg[1] or "./libtieredkv.so")
@@ -69,7 +70,8 @@ local a, b = kv:attend(0, 1, q, 1, ffi.new("float[?]", HEADS * DIM)), kv:attend(
 holds(ffi.string(a, 4 * HEADS * DIM) == ffi.string(b, 4 * HEADS * DIM), "the same bits")
 kv:reset(2)
 local at = math.floor(#bytes / 2)
-raises("checksum", function() kv:load(2, bytes:sub(1, at) .. string.char((bytes:byte(at + 1) + 1) % 256) .. bytes:sub(at + 2), "toy") end)
+local damaged = bytes:sub(1, at) .. string.char((bytes:byte(at + 1) + 1) % 256) .. bytes:sub(at + 2)
+raises("checksum", function() kv:load(2, damaged, "toy") end)
 raises("model", function() kv:load(2, bytes, "another") end)
 holds(kv:length(2) == 0, "a refused sequence is empty")
 

@@ -1,6 +1,6 @@
 /*
- * village.c - a village of 100 characters in 64 MB of keys and values, behind the interface of village.h. main.lua draws
- * it with LOVE, village_sdl.c with SDL2.
+ * village.c - a village of 100 characters in 64 MB of keys and values, behind the interface of village.h. main.lua
+ * draws it with LOVE, village_sdl.c with SDL2.
  *
  * cc -O2 -shared -fPIC examples/love/village.c examples/tieredkv.c -o examples/love/libvillage.so -lm -pthread
  *
@@ -79,8 +79,10 @@ struct village {
     request request[32];
     int n_requests;
     double frame_start, second_start;
-    int n_forked, n_seconds_tokens, refreshed; /* the last person whose tiers were looked at */
-    struct play {                              /* play.h */
+    int n_second_tokens;      /* n_tokens at second_start */
+    int refreshed;            /* the last person whose tiers were looked at */
+    int n_forked, has_prompt; /* people who are here; 1: the prompt's sequence is */
+    struct play {             /* play.h */
         char *script, *at;
         double resume;
     } play;
@@ -97,6 +99,8 @@ struct village {
     tkv_cache *kv;
     int in_step; /* the sequence that the model computes; -1: none */
     int n_tokens, secret_token;
+    int token_bytes;           /* of a token in FP16 */
+    int n_asked, n_remembered; /* people asked for their number together; those who knew it */
     double next_gossip;
     int selected, is_quiet; /* copies of view.selected and is_silent */
     uint64_t rng;
@@ -357,6 +361,10 @@ static void ask_number(village *v, int who) {
     snprintf(text, sizeof text, "Its number, asked from memory: %s (%s)", digits,
              atoi(digits) == truth ? "right" : "wrong");
     add_line(p, VILLAGE_NOTE, text);
+    v->n_asked++;
+    v->n_remembered += atoi(digits) == truth;
+    if (v->n_asked > 1)
+        snprintf(v->message, sizeof v->message, "%d of %d know their number", v->n_remembered, v->n_asked);
     tell(v, "number %s %s %d\n", p->name, digits[0] ? digits : "-", truth);
 }
 
@@ -380,8 +388,10 @@ static const char *write_file(village *v, const char *path, const void *bytes, s
 
 static void save_person(village *v, int who) {
     villager *p = &v->of[who];
-    const int numbers[SAVED_NUMBERS] = {p->last, (int)(p->rng & 0x7fffffff),
-                                        (int)(p->rng >> 31 & 0x7fffffff)};
+    const uint32_t low = (uint32_t)(p->rng & 0xffffffffu), high = (uint32_t)(p->rng >> 32);
+    int numbers[SAVED_NUMBERS] = {p->last, 0, 0};
+    memcpy(&numbers[1], &low, sizeof low);
+    memcpy(&numbers[2], &high, sizeof high);
     tkv_save_params save;
     char path[1024];
     size_t size = 0;
@@ -392,7 +402,6 @@ static void save_person(village *v, int who) {
     save.tokens = numbers;
     save.n_tokens = SAVED_NUMBERS;
     name_file(v, p, path, sizeof path);
-    p->rng = people_seed(p->soul) ^ (uint64_t)numbers[1] << 20 ^ (uint64_t)numbers[2]; /* as after a load */
     const unsigned thought = think(v, who);
     tkv_status status = tkv_seq_save(v->kv, &save, NULL, 0, &size);
     void *bytes = malloc(size + 1);
@@ -405,16 +414,19 @@ static void save_person(village *v, int who) {
         tell(v, "refused %s: %s\n", p->name, why);
         return;
     }
+    const int fp16 = next_position(v, who) * v->token_bytes;
     p->file_bytes = (int)size;
-    tell(v, "saved %s %d %d %08x %d\n", p->name, (int)size, tkv_get_length(v->kv, who, TKV_ALL_LAYERS) * 2048,
-         thought, llama_argmax(p->logits, v->model.vocab));
-    snprintf(v->message, sizeof v->message, "%s is saved: %d KB", p->name, (int)(size / 1000));
+    tell(v, "saved %s %d %d %08x %d\n", p->name, (int)size, fp16, thought,
+         llama_argmax(p->logits, v->model.vocab));
+    snprintf(v->message, sizeof v->message, "%s is saved: %d KB (FP16: %d KB)", p->name, (int)(size / 1000),
+             fp16 / 1000);
 }
 
 /* Loads a person into the spare sequence. If that succeeds, it takes the place of the present one. */
 static void load_person(village *v, int who) {
     villager *p = &v->of[who];
     int numbers[SAVED_NUMBERS] = {0, 0, 0};
+    uint32_t low, high;
     char path[1024];
     const char *why = NULL;
     tkv_load_params load;
@@ -439,8 +451,9 @@ static void load_person(village *v, int who) {
             why = "the file has a sequence that the village did not save";
         else if (status != TKV_OK) why = fault_of(v, status);
         else {
-            (void)tkv_seq_reset(v->kv, who);
-            status = tkv_seq_fork(v->kv, SPARE, who, TKV_UNLIMITED);
+            int sources[SPARE + 1]; /* both change places, which takes no memory */
+            for (int i = 0; i <= SPARE; i++) sources[i] = i == who ? SPARE : i == SPARE ? who : i;
+            status = tkv_seq_reorder(v->kv, 0, sources, SPARE + 1);
             if (status != TKV_OK) why = fault_of(v, status);
         }
     }
@@ -449,7 +462,9 @@ static void load_person(village *v, int who) {
         tell(v, "refused %s: %s\n", p->name, why);
     } else {
         p->last = numbers[0];
-        p->rng = people_seed(p->soul) ^ (uint64_t)numbers[1] << 20 ^ (uint64_t)numbers[2];
+        memcpy(&low, &numbers[1], sizeof low);
+        memcpy(&high, &numbers[2], sizeof high);
+        p->rng = (uint64_t)high << 32 | low;
         p->n_queued = p->n_heard = p->speaks = p->undo_length = 0;
         p->n_read = PAST;
         p->file_bytes = (int)size;
@@ -547,11 +562,14 @@ static int take_lock(village *v, double deadline) {
 static void take_back(village *v, int who) {
     villager *p = &v->of[who];
     p->is_interrupted = 0;
-    if (!p->undo_length) return;
-    const int n = tkv_get_length(v->kv, who, TKV_ALL_LAYERS) - p->undo_length;
-    if (tkv_seq_truncate(v->kv, who, p->undo_length) != TKV_OK) return;
-    p->last = p->undo_last;
-    p->wishes |= WISH_THINK;
+    if (!p->undo_length && p->n_queued == 0) return;
+    int n = 0;
+    if (p->undo_length) { /* it has heard some of it */
+        n = tkv_get_length(v->kv, who, TKV_ALL_LAYERS) - p->undo_length;
+        if (tkv_seq_truncate(v->kv, who, p->undo_length) != TKV_OK) return;
+        p->last = p->undo_last;
+        p->wishes |= WISH_THINK;
+    }
     char text[VILLAGE_TEXT];
     snprintf(text, sizeof text, "Interrupted: %d tokens were taken back.", n);
     for (int i = p->n_lines; i-- > 0 && p->line[i].kind <= VILLAGE_OTHER;) {
@@ -564,7 +582,10 @@ static void take_back(village *v, int who) {
     tell(v, "undone %s %d\n", p->name, n);
 }
 
-static void carry_out(village *v, const request *r) {
+/* Returns 0 if the request has to wait, since the model computes a token of this person. */
+static int carry_out(village *v, const request *r) {
+    if (r->who >= 0 && r->who == v->in_step) return 0;
+    if (r->wishes & WISH_NUMBER) v->n_asked = v->n_remembered = 0;
     for (int i = 0; i < PEOPLE; i++) {
         villager *p = &v->of[i];
         if (r->who >= 0 && r->who != i) continue;
@@ -572,6 +593,7 @@ static void carry_out(village *v, const request *r) {
         if (r->interrupts) p->is_interrupted = 1;
         if (r->text[0]) address(v, i, "Stranger", r->text, -1, 0);
     }
+    return 1;
 }
 
 /* Forks, cuts and recodes until the deadline, and looks at the tiers of some people. */
@@ -587,12 +609,12 @@ static void work_on_cache(village *v, double deadline) {
         n_forks++;
         v->n_forked++;
     }
-    if (v->n_forked == PEOPLE) { /* the prompt lives on in them, and ages with the last of them */
+    if (v->n_forked == PEOPLE && v->has_prompt) { /* it lives on in them, and ages with the last of them */
         (void)tkv_seq_reset(v->kv, FIRST);
-        v->n_forked++;
+        v->has_prompt = 0;
     }
     (void)tkv_maintain(v->kv, INT_MAX, is_time_up, &half,
-                       NULL);                                  /* what it cannot do, a later append reports */
+                       NULL); /* a later append reports what it could not do */
     for (int n = 0; n < 10 && latency_now() < deadline; n++) { /* all people six times a second */
         const int who = v->refreshed = (v->refreshed + 1) % PEOPLE;
         village_person *to = &v->view.person[who];
@@ -608,7 +630,7 @@ static void work_on_cache(village *v, double deadline) {
         for (int i = 0; i < 3; i++) to->n_own[i] = info.tokens[i];
         to->own_bytes = (int)m.own;
         to->shared_bytes = (int)m.shared;
-        to->fp16_bytes = (to->n_shared + to->n_own[0] + to->n_own[1] + to->n_own[2]) * 2048;
+        to->fp16_bytes = (to->n_shared + to->n_own[0] + to->n_own[1] + to->n_own[2]) * v->token_bytes;
     }
 }
 
@@ -651,8 +673,8 @@ static void look_at_people(village *v) {
         to->n_levels = budget.n_levels;
     }
     if (v->frame_start - v->second_start >= 1) {
-        to->tokens_per_second = (v->n_tokens - v->n_seconds_tokens) / (v->frame_start - v->second_start);
-        v->n_seconds_tokens = v->n_tokens;
+        to->tokens_per_second = (v->n_tokens - v->n_second_tokens) / (v->frame_start - v->second_start);
+        v->n_second_tokens = v->n_tokens;
         v->second_start = v->frame_start;
     }
 }
@@ -686,8 +708,10 @@ const village_view *village_frame(village *v, int limit_us) {
     int in_time = take_lock(v, deadline);
     v->frame_start = start;
     if (in_time) {
-        for (int i = 0; i < v->n_requests; i++) carry_out(v, &v->request[i]);
-        v->n_requests = 0;
+        int n_left = 0;
+        for (int i = 0; i < v->n_requests; i++)
+            if (!carry_out(v, &v->request[i])) v->request[n_left++] = v->request[i];
+        v->n_requests = n_left;
         work_on_cache(v, deadline);
         look_at_people(v);
         pthread_mutex_unlock(&v->lock);
@@ -808,6 +832,7 @@ static int begin_village(village *v, char *reason, size_t size) {
         if (status == TKV_OK) status = read_all(v, FIRST, tokens, PROMPT);
         if (status != TKV_OK) snprintf(reason, size, "the prompt: %s", fault_of(v, status));
         for (int i = 0; i < PEOPLE; i++) v->of[i].last = tokens[PROMPT - 1];
+        v->has_prompt = 1;
         pthread_mutex_unlock(&v->lock);
     }
     const int ok = text && tokens && !few && status == TKV_OK;
@@ -845,6 +870,7 @@ static int begin_people(village *v) {
     }
     (void)llama_tokenize(&v->model, " secret", 7, 0, tokens);
     v->secret_token = tokens[0];
+    v->token_bytes = 2 * v->model.n_layers * v->model.n_kv_heads * (v->model.head_dim + v->model.v_head_dim);
     const uint64_t sum = llama_checksum(&v->model);
     snprintf(v->model_name, sizeof v->model_name, "%08x%08x", (unsigned)(sum >> 32),
              (unsigned)(sum & 0xffffffffu));

@@ -2,13 +2,13 @@
  * village_sdl.c - the village, drawn with SDL2 in letters and houses of pixels. village.c computes it: the model, its
  * cache and the people. main.lua is the same scene in LOVE.
  *
- * cc -O2 examples/love/village_sdl.c examples/love/village.c examples/tieredkv.c -o village $(sdl2-config --cflags --libs) -lm -pthread
+ * cc -O2 examples/love/village_sdl.c examples/love/village.c examples/tieredkv.c -o village -lSDL2 -lm -pthread
  *
  * ./village [--model FILE] [--script FILE] [--log FILE] [--folder FOLDER] [--silent]
  *
  * A picture is drawn of 640 x 360 points and shown twice as large. In this order: pencils, the map, the panel, main.
  */
-#include <SDL.h>
+#include <SDL2/SDL.h>
 
 #include <math.h>
 #include <stdio.h>
@@ -332,7 +332,6 @@ static void handle(village *v, const SDL_Event *e) {
     if (e->type == SDL_TEXTINPUT) village_type(v, e->text.text);
     if (e->type == SDL_MOUSEBUTTONDOWN && e->button.x < PANEL - 12) /* in points of the picture */
         village_pick(v, ((float)e->button.x - map_x) / map_width, ((float)e->button.y - map_y) / map_height);
-    if (e->type == SDL_QUIT) village_key(v, "quit");
     if (e->type != SDL_KEYDOWN) return;
     char name[32];
     snprintf(name, sizeof name, "%s", SDL_GetKeyName(e->key.keysym.sym));
@@ -368,7 +367,11 @@ int main(int argc, char **argv) {
     for (int n = 0; ok; n++) {
         const Uint32 start = SDL_GetTicks();
         SDL_Event e;
-        while (SDL_PollEvent(&e)) handle(v, &e);
+        int is_closed = 0;
+        while (SDL_PollEvent(&e)) {
+            handle(v, &e);
+            is_closed |= e.type == SDL_QUIT;
+        }
         const village_view *view = village_frame(v, LIMIT_US);
         SDL_SetRenderDrawBlendMode(r, SDL_BLENDMODE_BLEND);
         if (n == 0) {
@@ -380,7 +383,7 @@ int main(int argc, char **argv) {
         draw(r, ground, view, (double)start / 1000);
         if (view->shot[0]) save_shot(r, view->shot);
         SDL_RenderPresent(r);
-        ok = !view->quits;
+        ok = !view->quits && !is_closed;
         const Uint32 took = SDL_GetTicks() - start;
         if (took < 16) SDL_Delay(16 - took);
     }
