@@ -7,6 +7,7 @@
 // folder of the npm package playwright-core, and CHROMIUM the program.
 import { createRequire } from 'node:module'
 import { pathToFileURL } from 'node:url'
+import { findFaults } from './page_faults.mjs'
 
 const { chromium } = createRequire(process.cwd() + '/')(process.env.PLAYWRIGHT)
 const [file, folder] = process.argv.slice(2)
@@ -14,6 +15,7 @@ const browser = await chromium.launch({
     executablePath: process.env.CHROMIUM,
     args: ['--no-sandbox'],
 })
+const TEXTS = 'h1, h2, h3, p, a, li, th, td, caption, figcaption, code, svg text'
 let faults = 0, checks = 0
 
 function check(is_right, what) {
@@ -21,30 +23,10 @@ function check(is_right, what) {
     if (!is_right) faults++, console.log('not right: ' + what)
 }
 
-// Runs in the page. Returns sentences about faults, and the number of texts that were looked at.
-function inspect() {
+// Runs in the page. Returns sentences about faults of the pictures, and their number.
+function inspectPictures() {
     const faults = []
-    const parse = (colour) => colour.match(/[\d.]+/g).slice(0, 3).map(Number)
-    const light = (colour) => parse(colour).map((c) => c / 255)
-        .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0)
-    const contrast = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)
-    const behind = (element) => {
-        for (let e = element; e; e = e.parentElement) {
-            const colour = getComputedStyle(e).backgroundColor
-            if (colour !== 'rgba(0, 0, 0, 0)' && colour !== 'transparent') return colour
-        }
-        return 'rgb(255, 255, 255)'
-    }
     const shown = (e) => e.getClientRects().length > 0
-    let n = 0
-    for (const e of document.querySelectorAll('h1, h2, h3, p, a, li, th, td, caption, figcaption, code, svg text')) {
-        if (!shown(e)) continue
-        n++
-        const style = getComputedStyle(e), colour = e.tagName === 'text' ? style.fill : style.color
-        const ratio = contrast(light(colour), light(behind(e)))
-        if (ratio < 4.5) faults.push(`contrast ${ratio.toFixed(2)} of "${e.textContent.slice(0, 40)}"`)
-    }
     for (const svg of document.querySelectorAll('svg[role=img]')) {
         if (!shown(svg)) continue
         const outer = svg.getBoundingClientRect()
@@ -62,9 +44,7 @@ function inspect() {
             }
         })
     }
-    if (document.documentElement.scrollWidth > innerWidth)
-        faults.push(`the page is ${document.documentElement.scrollWidth} pixels wide, the window ${innerWidth}`)
-    return { faults, n, pictures: [...document.querySelectorAll('svg[role=img]')].filter(shown).length }
+    return { faults, n: [...document.querySelectorAll('svg[role=img]')].filter(shown).length }
 }
 
 for (const colorScheme of ['light', 'dark'])
@@ -74,10 +54,10 @@ for (const colorScheme of ['light', 'dark'])
         page.on('request', (request) => loaded.push(request.url()))
         page.on('console', (message) => check(false, message.text()))
         await page.goto(pathToFileURL(file).href)
-        const { faults: found, n, pictures } = await page.evaluate(inspect)
+        const texts = await page.evaluate(findFaults, TEXTS), pictures = await page.evaluate(inspectPictures)
         const where = `${colorScheme}, ${width} pixels: `
-        for (const fault of found) check(false, where + fault)
-        check(n > 60 && pictures >= 3, `${where}${n} texts, ${pictures} pictures`)
+        for (const fault of texts.faults.concat(pictures.faults)) check(false, where + fault)
+        check(texts.n > 60 && pictures.n >= 3, `${where}${texts.n} texts, ${pictures.n} pictures`)
         check(loaded.length === 1, `${where}it loads ${loaded.slice(1).join(', ')}`)
         const dark = await page.evaluate(() => getComputedStyle(document.body).backgroundColor)
         check((dark === 'rgb(255, 255, 255)') === (colorScheme === 'light'), `${where}the page is ${dark}`)

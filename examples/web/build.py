@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Makes one page of the parts in this folder: index.html, with style, scripts, WASM, model and chapter inside.
+
+    python3 examples/web/build.py -o build/web/index.html      or: make web
+
+It needs clang with lld, and wasi-libc (Debian: clang lld wasi-libc libclang-rt-14-dev-wasm32). WASM_CC is another
+compiler with its options, by default `clang --target=wasm32-wasi --sysroot=/usr`. The page loads nothing, so it works from a
+disk, and from any server of files.
+"""
+import argparse
+import base64
+import gzip
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+EXAMPLES = os.path.dirname(HERE)
+COMPILER = "clang --target=wasm32-wasi --sysroot=/usr"
+# Parts that the page does not use are left out. Saving and reports stay.
+LEFT_OUT = "KVQUANT SQUAT TOKEN_FORMATS SUBSPACE EVICT OFFLOAD DISCARD METER MOVES STATES APPEND_PARTS".split()
+FLAGS = ["-mexec-model=reactor", "-O3", "-msimd128", "-Wl,--gc-sections,--strip-all,-z,stack-size=1048576"]
+
+
+def read(*path):
+    with open(os.path.join(*path), encoding="utf-8") as f:
+        return f.read()
+
+
+def compile_wasm(cc):
+    """Returns the bytes of remembers.c and the library as WASM."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "remembers.wasm")
+        subprocess.run(cc.split() + FLAGS + ["-DTKV_NO_" + part for part in LEFT_OUT] +
+                       [os.path.join(HERE, "remembers.c"), os.path.join(EXAMPLES, "tieredkv.c"), "-o", out, "-lm"],
+                       check=True)
+        with open(out, "rb") as f:
+            return f.read()
+
+
+def pack(data):
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+
+
+def chapter():
+    """The prompt of `make run` without its secret numbers."""
+    lines = read(EXAMPLES, "data", "demo_prompt.txt").splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("The secret number of")).strip()
+
+
+def main():
+    options = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    options.add_argument("-o", metavar="FILE", required=True, help="the page")
+    options.add_argument("--cc", default=os.environ.get("WASM_CC") or COMPILER, help="compiler and its options")
+    args = options.parse_args()
+    wasm = compile_wasm(args.cc)
+    with open(os.path.join(EXAMPLES, "data", "demo.gguf"), "rb") as f:
+        model = f.read()
+    parts = {"wasm": pack(wasm), "model": pack(model), "chapter": chapter()}
+    page = re.sub(r"\{\{([a-z.]+)\}\}",
+                  lambda m: parts[m[1]] if m[1] in parts else read(HERE, m[1]).strip(), read(HERE, "index.html"))
+    os.makedirs(os.path.dirname(os.path.abspath(args.o)), exist_ok=True)
+    with open(args.o, "w", encoding="utf-8") as f:
+        f.write(page)
+    print(f"{args.o}: {os.path.getsize(args.o):,} bytes, WASM {len(wasm):,}, model {len(model):,}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,422 @@
+// page.js - the page around worker.js: buttons, cells, files.
+'use strict'
+
+const BUDGET = 1310720 // bytes of each memory
+const PART = 1000 // letters of the chapter that "Talk on" reads at least: about 250 tokens
+const ENDING = 60 // tokens of an ending
+const ANSWERS = 4 // rows of the table
+const SPEECH = 250 // tokens that Romeo speaks when the chapter has ended
+const OPENING = '\nSTRANGER:\nGod save you, sir. I have a thing to tell,\nAnd thou shalt keep it, till I ask again.\n'
+const HOT = 0, WARM = 1, ARCHIVE = 2, GONE = 3 // of a cell
+const SIDES = ['plain', 'tiered']
+const at = (id) => document.getElementById(id)
+const number = (x, digits = 0) =>
+    x.toLocaleString('en', { minimumFractionDigits: digits, maximumFractionDigits: digits })
+const quiet = matchMedia('(prefers-reduced-motion: reduce)')
+
+let talk = '', secrets = [], levels = [], windowTokens = 0, shown = null, file = null, busy = true, forked = false
+let nextDraw = 0
+
+// >>worker
+const waiting = new Map()
+let worker, calls = 0
+
+function call(name, ...args) {
+    return new Promise((resolve, reject) => {
+        waiting.set(++calls, { resolve, reject })
+        worker.postMessage({ id: calls, name, args })
+    })
+}
+
+function onMessage({ data }) {
+    if (data.progress) {
+        showProgress(data.progress)
+        return
+    }
+    const { resolve, reject } = waiting.get(data.id)
+    waiting.delete(data.id)
+    if (data.error) reject(Error(data.error))
+    else resolve(data.result)
+}
+
+// The bytes of a part of this page: base64 of gzip.
+async function unpack(id) {
+    const text = atob(at(id).textContent)
+    at(id).remove()
+    const bytes = Uint8Array.from(text, (c) => c.charCodeAt(0))
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'))
+    return new Uint8Array(await new Response(stream).arrayBuffer())
+}
+
+// >>showing
+const say = (text) => { at('status').textContent = text }
+
+function addToTalk(text) {
+    talk += text
+    at('talk').append(text)
+    at('talk').scrollTop = at('talk').scrollHeight
+}
+
+function showProgress({ state, text, ending }) {
+    if (ending !== undefined) {
+        at(ending ? 'ending-b' : 'ending-a').append(text)
+        return
+    }
+    if (text) addToTalk(text)
+    if (!state || !levels.length) return
+    shown = state
+    const now = performance.now()
+    if (now < nextDraw) return
+    nextDraw = now + (quiet.matches ? 1000 : 30)
+    draw()
+}
+
+function draw() {
+    const { tokens, context, cells, bytes, divergence, rates, level, fingerprint } = shown
+    SIDES.forEach((side, i) => {
+        const counts = [0, 0, 0, 0]
+        for (const cell of cells[i]) counts[cell]++
+        const held = cells[i].length - counts[GONE]
+        at(`held-${side}`).textContent = `${number(held)} of ${number(tokens)}`
+        at(`bytes-${side}`).textContent = number(bytes[i])
+        at(`kl-${side}`).textContent = divergence.n ? number(divergence[side], 5) : '-'
+        at(`rate-${side}`).textContent = rates[i] ? number(rates[i]) : '-'
+        at(`cells-${side}`).setAttribute('aria-label', tokens === 0 ? 'No tokens yet.' :
+            `${number(tokens)} tokens: ${counts[HOT]} in 16 bits, ${counts[WARM]} in 4 bits, ` +
+            `${counts[ARCHIVE]} in ${bitsOf(Math.max(level, 2))} bits, ${counts[GONE]} gone.`)
+        drawCells(at(`cells-${side}`), cells[i], context)
+    })
+    at('level').value = level
+    at('level').setAttribute('aria-valuetext', `${bitsOf(level)} bits a value`)
+    at('level-bits').textContent = `${bitsOf(level)} bits a value (${levels[level].name})`
+    at('archive-bits').textContent = bitsOf(Math.max(level, 2))
+    at('kl-n').textContent = divergence.n || 64
+    at('fingerprint').textContent = tokens ? fingerprint : '-'
+}
+
+const bitsOf = (level) => number(levels[level].bits, level ? 2 : 0)
+
+// One square for each token of the context, oldest first. Its size follows the bits, so colours are not needed to read
+// it.
+function drawCells(canvas, cells, context) {
+    const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name)
+    const width = canvas.clientWidth, columns = Math.max(32, Math.floor(width / 8)), size = width / columns
+    const height = Math.ceil(context / columns) * size, scale = devicePixelRatio || 1
+    canvas.width = Math.round(width * scale)
+    canvas.height = Math.round(height * scale)
+    const c = canvas.getContext('2d')
+    c.scale(scale, scale)
+    const square = (i, side, fill) => {
+        const x = (i % columns) * size + (size - side) / 2, y = Math.floor(i / columns) * size + (size - side) / 2
+        c.fillStyle = fill
+        c.fillRect(x, y, side, side)
+    }
+    const sides = [size - 1, size * 0.6, size * 0.42]
+    const fills = ['--hot', '--warm', '--archive'].map(colour)
+    for (let i = 0; i < context; i++)
+        if (i >= cells.length) square(i, 1, colour('--gone'))
+        else if (cells[i] < GONE) square(i, sides[cells[i]], fills[cells[i]])
+        else {
+            square(i, size * 0.6, colour('--gone'))
+            square(i, size * 0.6 - 2, colour('--paper'))
+        }
+    c.strokeStyle = colour('--accent')
+    c.lineWidth = 1.5
+    for (const { from, to } of secrets)
+        for (let i = from; i < to; i++)
+            c.strokeRect((i % columns) * size + 0.5, Math.floor(i / columns) * size + 0.5, size - 1, size - 1)
+}
+
+function setSecrets(list) {
+    const chosen = at('asked').value
+    secrets = list
+    at('asked').replaceChildren(...(list.length ? list : [{ name: '', number: '' }]).map(({ name }) => {
+        const option = document.createElement('option')
+        option.value = name
+        option.textContent = name || 'nobody yet'
+        return option
+    }))
+    if (list.some(({ name }) => name === chosen)) at('asked').value = chosen
+}
+
+// What an answer shows. A number that the model cannot tell with the exact cache either was not forgotten by a memory.
+const verdictOf = (answer, hidden, exact) =>
+    answer === hidden ? 'knows' : answer === exact ? 'says what the exact cache says' : 'has forgotten'
+
+function addAnswer({ name, number: hidden }, [plain, tiered, exact]) {
+    const row = document.createElement('tr')
+    const cells = [name, hidden, plain, tiered].map((text, i) => {
+        const cell = document.createElement(i ? 'td' : 'th')
+        cell.textContent = text
+        if (!i) cell.scope = 'row'
+        if (i < 2) return cell
+        const verdict = document.createElement('span')
+        verdict.className = 'verdict'
+        verdict.textContent = verdictOf(text, hidden, exact)
+        cell.className = text === hidden ? 'knows' : 'forgot'
+        cell.append(verdict)
+        return cell
+    })
+    row.append(...cells)
+    at('answers').prepend(row)
+    while (at('answers').children.length > ANSWERS) at('answers').lastChild.remove()
+    at('answers-box').hidden = false
+}
+
+// >>jobs
+// Runs one job at a time. Buttons stay where the focus is, so they are not disabled, but do nothing meanwhile.
+async function job(text, run) {
+    if (busy) return
+    setBusy(true)
+    say(text)
+    try {
+        await run()
+    } catch (error) {
+        say(error.message)
+    }
+    setBusy(false)
+    nextDraw = 0
+    if (shown) draw()
+}
+
+function setBusy(is) {
+    busy = is
+    at('main').setAttribute('aria-busy', is)
+    for (const button of document.querySelectorAll('button')) button.setAttribute('aria-disabled', is)
+}
+
+async function hear(text) {
+    addToTalk(text)
+    try {
+        setSecrets((await call('hear', text)).secrets)
+    } catch (error) {
+        talk = talk.slice(0, -text.length)
+        at('talk').textContent = talk
+        throw error
+    }
+}
+
+// What a job of the talk needs first: an ending is chosen, and there is an opening.
+async function goOn() {
+    if (forked) throw Error('The talk has two endings. Go on with one of them first, or drop both.')
+    if (!talk) await hear(OPENING)
+}
+
+async function hide() {
+    const name = at('name').value, digits = at('number').value
+    await goOn()
+    await hear(`The secret number of ${name} is ${digits}.\n`)
+    at('asked').value = name
+    say(`Both memories have heard the secret number of ${name}: ${digits}.`)
+    at('number').value = String(10000 + Math.floor(Math.random() * 90000))
+}
+
+const chapter = []
+
+function nextPart() {
+    return chapter.find((part) => !talk.includes(part))
+}
+
+async function talkOn() {
+    const part = nextPart()
+    await goOn()
+    if (part) await hear(part)
+    else setSecrets((await call('speak', SPEECH, false)).secrets)
+    say(`${number(shown.tokens)} tokens were heard. The window holds ${number(windowTokens)}.`)
+}
+
+async function talkPast() {
+    await goOn()
+    const end = Math.max(...secrets.map(({ to }) => to), 0)
+    do await talkOn()
+    while (shown.tokens < end + windowTokens + 100 && shown.tokens < shown.context - 300)
+}
+
+async function sayLine() {
+    const line = at('line').value.replace(/[^\x20-\x7e]/g, '').trim()
+    if (!line) throw Error('There is nothing to say.')
+    await goOn()
+    await hear(`\nSTRANGER:\n${line}\n\nROMEO:\n`)
+    const { speech, secrets: told } = await call('speak', 0, true)
+    setSecrets(told)
+    say(`Romeo says: ${speech.trim()}`)
+}
+
+async function ask() {
+    const secret = secrets.find(({ name }) => name === at('asked').value)
+    if (!secret) throw Error('There is no secret yet. Hide one first.')
+    const answers = await call('ask', `\nThe secret number of ${secret.name} is`, 5)
+    addAnswer(secret, answers)
+    const [plain, tiered] = answers.map((x) => `says ${x}: it ${verdictOf(x, secret.number, answers[2])}`)
+    say(`The number of ${secret.name} is ${secret.number}. The FP16 window ${plain}. The tiered memory ${tiered}.`)
+}
+
+async function save() {
+    if (forked) throw Error('The talk has two endings. Go on with one of them first, or drop both.')
+    if (!talk) throw Error('There is nothing to save yet.')
+    file = await call('save')
+    const link = document.createElement('a')
+    link.href = URL.createObjectURL(new Blob([file]))
+    link.download = 'talk.tkv'
+    link.click()
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000)
+    say(`The file talk.tkv has ${number(file.length)} bytes. Reload this page, and drop it in.`)
+}
+
+async function load(bytes) {
+    let loaded
+    try {
+        loaded = await call('load', bytes)
+    } catch (error) {
+        throw Error(`Refused: ${error.message}. The talk goes on as it was.`)
+    }
+    file = bytes
+    talk = ''
+    at('talk').textContent = ''
+    addToTalk(loaded.text)
+    setSecrets(loaded.secrets)
+    showEndings(false)
+    say(`${number(loaded.tokens)} tokens were loaded in ${number(loaded.ms, 1)} ms, fingerprint ` +
+        `${loaded.fingerprint}. The window had to read the talk again: ${number(loaded.readingMs)} ms.`)
+}
+
+async function loadDamaged() {
+    if (!file) throw Error('Save the talk first, or load a file.')
+    const damaged = file.slice()
+    damaged[Math.floor(Math.random() * damaged.length)] ^= 1 << Math.floor(Math.random() * 8)
+    await load(damaged)
+}
+
+function showEndings(are) {
+    forked = are
+    for (const id of ['endings', 'keep-a', 'keep-b', 'keep-none']) at(id).hidden = !are
+    at('fork').hidden = are
+}
+
+async function fork() {
+    if (!talk) throw Error('There is no talk to fork yet.')
+    for (const id of ['ending-a', 'ending-b', 'bytes-a', 'bytes-b']) at(id).textContent = ''
+    showEndings(true)
+    at('keep-a').focus()
+    try {
+        const seeds = [0, 1].map(() => Math.floor(Math.random() * 2 ** 31))
+        const { bytes } = await call('fork', seeds, ENDING)
+        bytes.forEach(([own, common], i) => {
+            at(i ? 'bytes-b' : 'bytes-a').textContent =
+                `${number(own)} bytes of its own, ${number(common)} shared with the past.`
+        })
+    } catch (error) {
+        showEndings(false)
+        throw error
+    }
+    say('Two endings were spoken. Both share the past of the talk. Go on with one of them.')
+}
+
+async function keep(ending) {
+    const text = at(ending ? 'ending-b' : 'ending-a').textContent
+    const { secrets: told } = await call('keep', ending)
+    if (ending !== null) addToTalk(text)
+    setSecrets(told)
+    showEndings(false)
+    at('fork').focus()
+    say(ending === null ? 'Both endings were dropped.' : `The talk goes on with ending ${'AB'[ending]}.`)
+}
+
+async function setLevel() {
+    const level = Number(at('level').value)
+    await call('level', level)
+    say(`From now on old tokens take ${bitsOf(level)} bits a value at most. The tiered memory has ` +
+        `${number(shown.bytes[1])} bytes.`)
+}
+
+async function begin() {
+    await call('reset', Math.floor(Math.random() * 2 ** 31))
+    talk = ''
+    at('talk').textContent = ''
+    at('answers').replaceChildren()
+    at('answers-box').hidden = true
+    showEndings(false)
+    setSecrets([])
+    say('A new talk begins. Hide a secret.')
+}
+
+// >>start
+function onClick(id, text, run) {
+    at(id).addEventListener('click', () => job(text, run))
+}
+
+function onSubmit(id, text, run) {
+    at(id).addEventListener('submit', (event) => {
+        event.preventDefault()
+        job(text, run)
+    })
+}
+
+async function loadFile(chosen) {
+    if (chosen) await job('The file is being loaded.', async () => load(new Uint8Array(await chosen.arrayBuffer())))
+}
+
+function listen() {
+    onSubmit('hide', 'The secret is being told.', hide)
+    onClick('past', 'Romeo is read to.', talkPast)
+    onClick('on', 'The talk goes on.', talkOn)
+    onSubmit('say', 'Romeo thinks.', sayLine)
+    onSubmit('ask', 'Both are asked.', ask)
+    onClick('save', 'The talk is being saved.', save)
+    onClick('damage', 'A file with one flipped bit is being loaded.', loadDamaged)
+    onClick('fork', 'Two endings are being spoken.', fork)
+    onClick('keep-a', 'Ending A is being kept.', () => keep(0))
+    onClick('keep-b', 'Ending B is being kept.', () => keep(1))
+    onClick('keep-none', 'Both endings are being dropped.', () => keep(null))
+    onClick('new', 'A new talk begins.', begin)
+    at('level').addEventListener('change', () => job('Old tokens are being coded.', setLevel))
+    at('file').addEventListener('change', async () => {
+        await loadFile(at('file').files[0])
+        at('file').value = ''
+    })
+    for (const name of ['dragenter', 'dragover'])
+        addEventListener(name, (event) => {
+            event.preventDefault()
+            document.body.classList.add('dropping')
+        })
+    addEventListener('dragleave', () => document.body.classList.remove('dropping'))
+    addEventListener('drop', (event) => {
+        event.preventDefault()
+        document.body.classList.remove('dropping')
+        loadFile(event.dataTransfer.files[0])
+    })
+    addEventListener('resize', () => shown && draw())
+    matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => shown && draw())
+}
+
+function splitChapter(text) {
+    let part = '\n'
+    for (const line of text.trim().split('\n')) {
+        part += line + '\n'
+        if (part.length < PART || line !== '') continue
+        chapter.push(part)
+        part = ''
+    }
+    if (part.trim()) chapter.push(part)
+}
+
+async function start() {
+    setBusy(true)
+    worker = new Worker(URL.createObjectURL(new Blob([at('worker').textContent])))
+    worker.onmessage = onMessage
+    worker.onerror = () => say('The model cannot run in this browser. It needs WebAssembly SIMD.')
+    splitChapter(at('chapter').textContent)
+    listen()
+    const began = await call('start', await unpack('wasm'), await unpack('model'), BUDGET)
+    levels = began.levels
+    windowTokens = began.window
+    shown = began.state
+    at('level').max = levels.length - 1
+    at('newest').textContent = number(windowTokens - 4)
+    at('budget').textContent = number(BUDGET)
+    setBusy(false)
+    await job('', begin)
+}
+
+at('number').value = String(10000 + Math.floor(Math.random() * 90000))
+start().catch((error) => say(`The model cannot run in this browser: ${error.message}`))

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""examples/web: the program compiles without a warning, the page has all parts and loads nothing, and a browser does what the
+page promises (.ci/web_page.mjs). The browser needs clang for WASM, node, PLAYWRIGHT and CHROMIUM; FOLDER gets its
+screenshots.
+
+tests/programs.py says what TKV_TEST_STRICT does."""
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.dont_write_bytecode = True
+import results
+from programs import ROOT, WARN_C, missing
+
+WEB = os.path.join(ROOT, "examples", "web")
+MOST_BYTES = 5000000
+FAKE_COMPILER = """import sys
+with open(sys.argv[sys.argv.index("-o") + 1], "wb") as f:
+    f.write(b"\\0asm" + " ".join(sys.argv).encode())
+"""
+
+
+def build(folder, *options):
+    """Returns the page, and what the build said."""
+    page = os.path.join(folder, "index.html")
+    done = subprocess.run([sys.executable, os.path.join(WEB, "build.py"), "-o", page, *options],
+                          capture_output=True, text=True)
+    if done.returncode != 0:
+        raise AssertionError(done.stdout + done.stderr)
+    return page, done.stdout
+
+
+class Parts(html.parser.HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.outside, self.scripts, self.labels = [], [], {}, set()
+        self.script = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids += [attrs["id"]] if "id" in attrs else []
+        self.labels |= set((attrs.get("aria-labelledby", "") + " " + attrs.get("for", "")).split())
+        self.outside += [attrs[name] for name in ("src", "href") if name in attrs and attrs[name] != "data:,"]
+        self.script = attrs.get("id", "page") if tag == "script" else None
+
+    def handle_data(self, data):
+        if self.script:
+            self.scripts[self.script] = self.scripts.get(self.script, "") + data
+
+    def handle_endtag(self, tag):
+        self.script = None
+
+
+class Page(unittest.TestCase):
+    def test_program_compiles(self):
+        subprocess.run([os.environ.get("CC", "cc"), *WARN_C, "-fsyntax-only", os.path.join(WEB, "remembers.c")], check=True)
+
+    def test_parts(self):
+        with tempfile.TemporaryDirectory() as folder:
+            fake = os.path.join(folder, "cc.py")
+            with open(fake, "w", encoding="utf-8") as f:
+                f.write(FAKE_COMPILER)
+            page, said = build(folder, "--cc", "%s %s" % (sys.executable, fake))
+            with open(page, encoding="utf-8") as f:
+                text = f.read()
+        self.assertRegex(said, r"index\.html: [\d,]+ bytes, WASM [\d,]+, model 3,241,664\n")
+        self.assertLess(len(text), MOST_BYTES)
+        parts = Parts(text)
+        self.assertEqual(set(parts.scripts), {"chapter", "worker", "wasm", "model", "page"})
+        self.assertEqual(len(parts.ids), len(set(parts.ids)))
+        self.assertLessEqual(parts.labels, set(parts.ids))
+        self.assertEqual(parts.outside, [])
+        self.assertNotIn("{{", text)
+        self.assertIsNone(re.search(r"https?://|\bimport\(|@import|url\(", text))
+        self.assertIn("CHAPTER XI", parts.scripts["chapter"])
+        self.assertNotIn("secret number", parts.scripts["chapter"])
+        for name in set(re.findall(r"\bat\('([a-z-]+)'\)", parts.scripts["page"])):
+            self.assertIn(name, parts.ids)
+
+    def test_functions_of_the_worker(self):
+        with open(os.path.join(WEB, "worker.js"), encoding="utf-8") as f:
+            used = set(re.findall(r"\bweb\.(web_\w+)", f.read()))
+        with open(os.path.join(WEB, "remembers.c"), encoding="utf-8") as f:
+            exported = set(re.findall(r"^WEB_EXPORT\((web_\w+)\) .*?\b\1\(", f.read(), re.M))
+        self.assertGreater(len(used), 20)
+        self.assertEqual(used, exported)
+
+
+class Browser(unittest.TestCase):
+    def test_page(self):
+        for name in ("clang", "wasm-ld", "node"):
+            if not shutil.which(name):
+                missing("%s is missing" % name)
+        for name in ("PLAYWRIGHT", "CHROMIUM"):
+            if not os.environ.get(name):
+                missing("%s is not set" % name)
+        with tempfile.TemporaryDirectory() as folder:
+            shots = os.environ.get("FOLDER") or folder
+            page, said = build(shots)
+            print(said, end="")
+            done = subprocess.run(["node", os.path.join(ROOT, ".ci", "web_page.mjs"), page, shots], cwd=ROOT,
+                                  capture_output=True, text=True, timeout=850)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+        self.assertRegex(done.stdout, r"^\d{3} passed, 0 failed\n$")
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    results.run()
