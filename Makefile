@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc village village-sdl budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts llama-patch header check layout format ci \
+.PHONY: help run chat npc web village village-sdl budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts llama-patch header check layout format ci \
         clean gpu-check gpu-bench
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo 'make npc        lets characters of a game talk in an arena of fixed size, saves and loads them; bytes, frame times'
 	@echo 'make village    100 characters of a game talk in 64 MB, in a window; needs love (LOVE 11)'
 	@echo 'make village-sdl    the same scene in C; needs libsdl2-dev'
+	@echo 'make web        makes build/web/index.html, a page with the demo model and two caches; WASM_CC="clang ..."'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
@@ -143,6 +144,9 @@ ifeq ($(MODEL),)
 else
 	./build/generate $(MODEL) $(PROMPT_ARGS) $(if $(N),-n $(N))
 endif
+
+web:
+	$(PYTHON) examples/web/build.py -o build/web/index.html
 
 # Bytes against tokens. Each budget is one run and one line of the picture.
 BUDGETS = none 60% 45% 35%

@@ -15,7 +15,7 @@ const number = (x, digits = 0) =>
 const quiet = matchMedia('(prefers-reduced-motion: reduce)')
 
 let talk = '', secrets = [], levels = [], windowTokens = 0, shown = null, file = null, busy = true, forked = false
-let nextDraw = 0
+let nextDraw = 0, endings = ['', '']
 
 // >>worker
 const waiting = new Map()
@@ -59,7 +59,8 @@ function addToTalk(text) {
 
 function showProgress({ state, text, ending }) {
     if (ending !== undefined) {
-        at(ending ? 'ending-b' : 'ending-a').append(text)
+        endings[ending] += text
+        at(ending ? 'ending-b' : 'ending-a').textContent = endings[ending].trimStart()
         return
     }
     if (text) addToTalk(text)
@@ -78,7 +79,7 @@ function draw() {
         for (const cell of cells[i]) counts[cell]++
         const held = cells[i].length - counts[GONE]
         at(`held-${side}`).textContent = `${number(held)} of ${number(tokens)}`
-        at(`bytes-${side}`).textContent = number(bytes[i])
+        at(`bytes-${side}`).textContent = `${number(bytes[i])} (${number(100 * bytes[i] / BUDGET)} %)`
         at(`kl-${side}`).textContent = divergence.n ? number(divergence[side], 5) : '-'
         at(`rate-${side}`).textContent = rates[i] ? number(rates[i]) : '-'
         at(`cells-${side}`).setAttribute('aria-label', tokens === 0 ? 'No tokens yet.' :
@@ -100,7 +101,7 @@ const bitsOf = (level) => number(levels[level].bits, level ? 2 : 0)
 // it.
 function drawCells(canvas, cells, context) {
     const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name)
-    const width = canvas.clientWidth, columns = Math.max(32, Math.floor(width / 8)), size = width / columns
+    const width = canvas.clientWidth, columns = Math.floor(width / (width < 400 ? 6 : 8)), size = width / columns
     const height = Math.ceil(context / columns) * size, scale = devicePixelRatio || 1
     canvas.width = Math.round(width * scale)
     canvas.height = Math.round(height * scale)
@@ -181,7 +182,8 @@ async function job(text, run) {
 
 function setBusy(is) {
     busy = is
-    at('main').setAttribute('aria-busy', is)
+    at('main').dataset.busy = is
+    at('sides').setAttribute('aria-busy', is) // not main: its sentences are for now
     for (const button of document.querySelectorAll('button')) button.setAttribute('aria-disabled', is)
 }
 
@@ -296,11 +298,12 @@ function showEndings(are) {
 async function fork() {
     if (!talk) throw Error('There is no talk to fork yet.')
     for (const id of ['ending-a', 'ending-b', 'bytes-a', 'bytes-b']) at(id).textContent = ''
+    endings = ['', '']
     showEndings(true)
     at('keep-a').focus()
     try {
         const seeds = [0, 1].map(() => Math.floor(Math.random() * 2 ** 31))
-        const { bytes } = await call('fork', seeds, ENDING)
+        const { bytes } = await call('fork', '\nROMEO:\n', seeds, ENDING)
         bytes.forEach(([own, common], i) => {
             at(i ? 'bytes-b' : 'bytes-a').textContent =
                 `${number(own)} bytes of its own, ${number(common)} shared with the past.`
@@ -313,9 +316,8 @@ async function fork() {
 }
 
 async function keep(ending) {
-    const text = at(ending ? 'ending-b' : 'ending-a').textContent
     const { secrets: told } = await call('keep', ending)
-    if (ending !== null) addToTalk(text)
+    if (ending !== null) addToTalk(endings[ending])
     setSecrets(told)
     showEndings(false)
     at('fork').focus()

@@ -124,7 +124,7 @@ static struct web {
     float *next[SEQS];    /* logits behind the last token of TIERED's sequences */
     double divergence[2]; /* of PLAIN and TIERED: sums over n_compared positions */
     int n_compared;       /* positions since web_forget_divergence */
-    int seq, pos;         /* of the tokens that a forward pass reads */
+    int pos;              /* of the first token that a forward pass reads */
     int wanted_level;     /* least level, set by the visitor */
     uint64_t rng[SEQS];   /* random numbers of the speeches */
     uint64_t model_name;  /* a checksum of the model, for saved files */
@@ -144,13 +144,13 @@ static int fail_call(const char *what, int side, tkv_status status) {
 }
 
 /* >>the window */
-static int slot_of(const window *w,
-                   int token) { /* tokens behind the sinks share the slots behind the sinks */
+/* Tokens behind the sinks take turns in the slots behind the sinks. */
+static int slot_of(const window *w, int token) {
     return token < SINKS ? token : SINKS + (token - SINKS) % (w->slots - SINKS);
 }
 
-static uint16_t float_to_half(
-    float x) { /* rounds to nearest even; keys and values are far below FP16's largest */
+/* Rounds to nearest even. Keys and values are far below the largest value of FP16. */
+static uint16_t float_to_half(float x) {
     uint32_t bits, sign;
     memcpy(&bits, &x, sizeof bits);
     sign = bits >> 16 & 0x8000;
@@ -161,27 +161,26 @@ static uint16_t float_to_half(
 
 static void halves_to_floats(const uint16_t *from, int n, float *to) { /* finite values */
     for (int i = 0; i < n; i++) {
-        const uint32_t magnitude = (uint32_t)(from[i] & 0x7fff) << 13, sign = (uint32_t)(from[i] & 0x8000)
-                                                                              << 16;
+        uint32_t bits = (uint32_t)(from[i] & 0x7fff) << 13;
         float x;
-        memcpy(&x, &magnitude, sizeof x);
+        memcpy(&x, &bits, sizeof x);
         x *= 5192296858534827628530496329220096.0f; /* 2^112 */
-        uint32_t bits;
         memcpy(&bits, &x, sizeof bits);
-        bits |= sign;
+        bits |= (uint32_t)(from[i] & 0x8000) << 16;
         memcpy(&to[i], &bits, sizeof bits);
     }
 }
 
 static int create_window(window *w, int slots) {
     const llama_model *m = &web.model;
-    const size_t row = (size_t)(m->n_kv_heads * m->head_dim);
     w->slots = slots;
-    w->row = (int)row;
-    w->k = (uint16_t *)malloc((size_t)(m->n_layers * slots) * row * 2 * sizeof *w->k);
-    w->v = w->k + (size_t)(m->n_layers * slots) * row;
-    w->work = (float *)malloc(((size_t)(m->n_heads * slots) + row) * sizeof *w->work);
-    return w->k && w->work;
+    w->row = m->n_kv_heads * m->head_dim;
+    const size_t n = (size_t)(m->n_layers * slots * w->row);
+    w->k = (uint16_t *)malloc(2 * n * sizeof *w->k);
+    w->work = (float *)malloc((size_t)(m->n_heads * slots + w->row) * sizeof *w->work);
+    if (!w->k || !w->work) return 0;
+    w->v = w->k + n;
+    return 1;
 }
 
 static void copy_window(window *to, const window *from) {
@@ -207,9 +206,8 @@ static void attend_window(window *w, int layer, const float *q, int n, float *ou
     float *row = w->work, *weights = row + w->row;
     for (int i = 0; i < n; i++) {
         halves_to_floats(k + (size_t)i * (size_t)w->row, w->row, row);
-        for (int h = 0; h < m->n_heads; h++) {
+        for (int h = 0; h < m->n_heads; h++)
             weights[h * n + i] = scale * dot(q + h * dim, row + h / group * dim, dim);
-        }
     }
     for (int h = 0; h < m->n_heads; h++) {
         float *x = weights + h * n, high = x[0], sum = 0;
@@ -325,8 +323,10 @@ int web_hear(int seq, const char *text, int size) {
     if (!tokens) return fail("the text", "out of memory");
     const int n = llama_tokenize(&web.model, text, (size_t)size, 0, tokens);
     const int has_room = n <= web.model.context - web.n[seq];
-    if (has_room) memcpy(web.tokens[seq] + web.n[seq], tokens, (size_t)n * sizeof *tokens);
-    if (has_room) web.n[seq] += n;
+    if (has_room) {
+        memcpy(web.tokens[seq] + web.n[seq], tokens, (size_t)n * sizeof *tokens);
+        web.n[seq] += n;
+    }
     free(tokens);
     return has_room ? n : fail("the text", "the model has read as many tokens as it can");
 }
@@ -352,12 +352,11 @@ static int is_piece(int seq, int i, const char *text) {
 
 int web_speak(int seq, float temperature) {
     const int vocab = web.model.vocab;
-    float *logits = web.next[seq];
     if (web.n[seq] >= web.model.context)
         return fail("the speech", "the model has read as many tokens as it can");
     float *weights = (float *)malloc((size_t)vocab * sizeof *weights);
     if (!weights) return fail("the speech", "out of memory");
-    memcpy(weights, logits, (size_t)vocab * sizeof *weights);
+    memcpy(weights, web.next[seq], (size_t)vocab * sizeof *weights);
     if (is_piece(seq, web.n[seq] - 1, "The")) weights[web.secret] = -1e30f;
     int token = llama_argmax(weights, vocab);
     if (temperature > 0) {
@@ -457,7 +456,7 @@ int web_ask(int side, const char *question, int size, int n_digits) {
     int n = status == TKV_OK ? llama_tokenize(&web.model, question, (size_t)size, 0, tokens) : 0;
     if (n_digits > ANSWER) n_digits = ANSWER;
     if (before + n + n_digits > web.model.context) status = TKV_ERR_CAPACITY;
-    if (status == TKV_OK && side == PLAIN) copy_window(&web.aside, &web.plain);
+    if (side == PLAIN) copy_window(&web.aside, &web.plain);
     for (int i = 0; i < n && status == TKV_OK; i += CHUNK)
         status = forward(side, TALK, tokens + i, n - i < CHUNK ? n - i : CHUNK, before + i, logits, 1);
     for (int i = 0; used < n_digits && i < ANSWER && status == TKV_OK; i++, n++) {

@@ -85,8 +85,9 @@ function begin() {
     spent = SIDES.map(() => ({ ms: 0, tokens: 0 }))
 }
 
-function report(text) {
-    last = spent.map((x, side) => x.ms ? 1000 * x.tokens / x.ms : last[side])
+function report(text) { // speeds are of jobs in which all sides read the same tokens
+    if (spent.every((x) => x.ms > 0 && x.tokens === spent[EXACT].tokens))
+        last = spent.map((x) => 1000 * x.tokens / x.ms)
     postMessage({ progress: { state: state(), text } })
 }
 
@@ -175,12 +176,16 @@ const jobs = {
             return textAt(web.web_text())
         })
     },
-    fork(seeds, n) {
+    fork(cue, seeds, n) {
         try {
             checked(web.web_fork())
-            for (const i of [0, 1]) {
-                web.web_seed(ENDING_A + i, seeds[i])
-                speak(ENDING_A + i, n, false, (text) => postMessage({ progress: { ending: i, text } }))
+            for (const ending of [0, 1]) {
+                const seq = ENDING_A + ending, tell = (text) => postMessage({ progress: { ending, text } })
+                web.web_seed(seq, seeds[ending])
+                withText(cue, (at, size) => checked(web.web_hear(seq, at, size)))
+                read(TIERED, seq)
+                tell(cue)
+                speak(seq, n, false, tell)
             }
         } catch (error) {
             web.web_keep(TALK) // takes back what there is of the endings
