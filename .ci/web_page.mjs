@@ -187,14 +187,17 @@ async function fewerBits(page) {
     const slider = page.getByRole('slider', { name: 'Bits of old tokens' })
     await slider.focus()
     let last = Infinity, n = 0
-    for (let level = Number(await slider.inputValue()); level < 5; level++, n++) {
+    for (let level = Number(await slider.inputValue()); level < 5; n++) { // a step may take the next one with it
+        const before = level
         await page.keyboard.press('ArrowRight')
         await page.waitForTimeout(50)
         await done(page)
         const bytes = await figure(page, 'bytes-tiered')
-        check(bytes < last, `${bytes} bytes at level ${level + 1}, ${last} before`)
+        level = Number(await slider.inputValue())
+        check(level > before, `level ${level} behind ${before}`)
+        check(bytes < last, `${bytes} bytes at level ${level}, ${last} before`)
         last = bytes
-        equal(Number(await slider.inputValue()), level + 1, 'level of the slider')
+        if (level <= before) break
     }
     check(n > 0, 'steps of the slider')
     equal(await slider.getAttribute('aria-valuetext'), '1.31 bits a value', 'the slider as it is read out')

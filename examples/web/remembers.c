@@ -154,8 +154,8 @@ static uint16_t float_to_half(float x) {
     uint32_t bits, sign;
     memcpy(&bits, &x, sizeof bits);
     sign = bits >> 16 & 0x8000;
-    float small = fabsf(x) * 1.92592994438723585305597794258492732e-34f; /* 2^-112: the exponent of FP16 */
-    memcpy(&bits, &small, sizeof bits);
+    float scaled = fabsf(x) * 1.92592994438723585305597794258492732e-34f; /* 2^-112: the exponent of FP16 */
+    memcpy(&bits, &scaled, sizeof bits);
     return (uint16_t)(sign | (bits + 0xfff + (bits >> 13 & 1)) >> 13);
 }
 
