@@ -1,5 +1,13 @@
-// What tests of pages in a browser share. The function runs in the page, so it uses nothing from outside.
+// What tests of pages in a browser share. AXE is the file axe.min.js of the npm package axe-core.
 
+// Returns sentences about faults of accessibility that axe-core finds, and the number of its rules that are met.
+export async function findAxeFaults(page) {
+    await page.addScriptTag({ path: process.env.AXE })
+    const { violations, passes } = await page.evaluate(() => window.axe.run())
+    return { faults: violations.map(({ id, nodes }) => `${id}: ${nodes.map(({ html }) => html).join(' ')}`), n: passes.length }
+}
+
+// It runs in the page, so it uses nothing from outside.
 // Returns sentences about faults of the texts that a selector finds, and their number: too little contrast with what is
 // behind them (4.5, WCAG 2.2, 1.4.3), and a page that scrolls sideways.
 export function findFaults(selector) {

@@ -4,12 +4,12 @@
 //
 // A secret is hidden, the talk goes past the budget, and both memories are asked. The talk is saved, damaged, loaded
 // after a reload, forked, and coded in fewer bits. All of it is done with a mouse, and the first part with a keyboard
-// alone. FOLDER gets the screenshots. PLAYWRIGHT is the folder of the npm package playwright-core, and CHROMIUM the
-// program.
+// alone. FOLDER gets the screenshots. PLAYWRIGHT is the folder of the npm package playwright-core, AXE the file
+// axe.min.js of axe-core, and CHROMIUM the program.
 import { readFile } from 'node:fs/promises'
 import { createRequire } from 'node:module'
 import { pathToFileURL } from 'node:url'
-import { findFaults } from './page_faults.mjs'
+import { findAxeFaults, findFaults } from './page_faults.mjs'
 
 const { chromium } = createRequire(process.cwd() + '/')(process.env.PLAYWRIGHT)
 const [file, folder] = process.argv.slice(2)
@@ -18,7 +18,7 @@ const browser = await chromium.launch({
     args: ['--no-sandbox'],
 })
 const BUDGET = 1310720, WINDOW = 640
-const TEXTS = 'h1, h2, h3, p, li, dt, dd, th, td, caption, label, button, code, .verdict, input, select'
+const TEXTS = 'h1, h2, h3, p, li, dt, dd, th, td, caption, label, button, code, #answers span, input, select'
 let faults = 0, checks = 0
 
 function check(isRight, what) {
@@ -57,6 +57,7 @@ async function open(options) {
     page.on('pageerror', (error) => check(false, `error: ${error.message}`))
     await page.goto(pathToFileURL(file).href)
     equal(await done(page), 'A new talk begins. Hide a secret.', 'the first sentence')
+    page.setDefaultTimeout(120000)
     return { page, loaded }
 }
 
@@ -80,9 +81,10 @@ async function drop(page, bytes) {
 // The newest answers: name, hidden number, and what both say.
 async function answers(page) {
     await press(page, 'Ask both')
-    const cells = await page.locator('#answers tr').first().locator('th, td').evaluateAll((all) =>
-        all.map((cell) => cell.firstChild.textContent))
-    return { name: cells[0], hidden: cells[1], plain: cells[2], tiered: cells[3] }
+    const cells = await page.locator('#answers tr').last().locator('th, td').evaluateAll((all) =>
+        all.map((cell) => [...cell.childNodes].map((node) => node.textContent.trim())))
+    const [[name, hidden], [tokens], [plain], [tiered]] = cells
+    return { name, hidden, tokens, plain, tiered }
 }
 
 // >>the story
@@ -92,19 +94,19 @@ async function hideAndAsk() {
     check((await press(page, 'Save the talk')).startsWith('There is nothing to save'), 'saved before a talk')
     await page.getByLabel('Whose number?').selectOption('Romeo')
     await page.getByLabel('Five digits').fill('40886')
-    equal(await press(page, 'Hide it'), 'Both memories have heard the secret number of Romeo: 40886.', 'a secret')
+    check((await press(page, 'Hide it')).startsWith('Both memories have heard the secret number of Romeo: 40886.'), 'a secret')
     const near = await answers(page)
     equal(near.plain + near.tiered, '4088640886', 'within the budget both know')
     equal(await figure(page, 'bytes-plain'), 2048 * await figure(page, 'held-plain'), 'bytes of the window')
 
-    const start = Date.now()
-    await press(page, 'Talk past the budget')
-    check(Date.now() - start < 30000, `past the budget in ${Date.now() - start} ms`)
+    const past = await press(page, 'Talk past the budget')
+    check(past.endsWith('The window holds 640, tieredkv all. The window has lost the secret of Romeo. Ask both.'), past)
     const far = await answers(page)
-    check(far.name === 'Romeo' && far.hidden === '40886', 'the row of the answers')
+    equal([far.name, far.hidden, far.tokens].join(), `Romeo,40886,${past.split(' ')[0]}`, 'the row of the answers')
+    equal(await page.locator('#answers tr').count(), 2, 'rows of answers')
     check(far.plain !== '40886', 'the window has forgotten')
     equal(far.tiered, '40886', 'the tiered memory knows')
-    check(/The FP16 window says \d{5}: it has forgotten\. The tiered memory says 40886: it knows\./.test(
+    check(/The FP16 window says \d{5}: it forgot\. tieredkv says 40886: it knows\./.test(
         await page.getByRole('status').textContent()), 'the sentence about the answers')
     equal(await figure(page, 'held-plain'), WINDOW, 'tokens in the window')
     equal(await figure(page, 'bytes-plain'), BUDGET, 'the window has the whole budget')
@@ -213,7 +215,7 @@ async function fewerBits(page) {
 async function longTalk(page) { // to the end of the model's context
     let said = ''
     for (let i = 0; i < 12 && !said.startsWith('The model reads'); i++) said = await press(page, 'Talk on')
-    check(said.startsWith('The model reads 2048 tokens at most.'), said)
+    check(said.startsWith('The model reads 2,048 tokens at most.'), said)
     check(await figure(page, 'bytes-tiered') <= BUDGET, 'a full context is within the budget')
     await screenshot(page, 'full')
 }
@@ -242,8 +244,14 @@ async function keyboard() {
     await reach('ask-button')
     await page.keyboard.press('Enter')
     await page.waitForTimeout(50)
-    check(/window says \d{5}: it has forgotten.*memory says 27182: it knows/.test(await done(page)), 'asked with the keyboard')
-    for (const id of ['level', 'save', 'damage', 'file', 'fork', 'talk', 'new']) await reach(id)
+    check(/window says \d{5}: it forgot.*tieredkv says 27182: it knows/.test(await done(page)), 'asked with the keyboard')
+    const order = []
+    await reach('name')
+    for (let i = 0; i < 15; i++, await page.keyboard.press('Tab'))
+        order.push(await page.evaluate(() => document.activeElement.id))
+    equal(order.join(' '), 'name number hide-button past on line say-button asked ask-button level talk new save damage file',
+        'the order of the focus')
+    await reach('fork')
     await page.context().close()
 }
 
@@ -260,6 +268,9 @@ async function looks() {
             const { faults: found, n } = await page.evaluate(findFaults, TEXTS)
             for (const fault of found) check(false, where + fault)
             check(n > 60, `${where}${n} texts`)
+            const axe = await findAxeFaults(page)
+            for (const fault of axe.faults) check(false, where + fault)
+            check(axe.n > 20, `${where}${axe.n} rules of axe-core`)
             const small = await page.evaluate(() => [...document.querySelectorAll('button, input, select')]
                 .filter((e) => e.getClientRects().length && e.getBoundingClientRect().height < 43.5).map((e) => e.id))
             equal(small.join(' '), '', `${where}controls below 44 pixels`)
@@ -268,9 +279,9 @@ async function looks() {
         }
 }
 
-// The picture of the README.
+// The picture of the README. It ends where the section of the memories ends.
 async function picture() {
-    const { page } = await open({ viewport: { width: 1120, height: 1010 }, colorScheme: 'light' })
+    const { page } = await open({ viewport: { width: 1040, height: 1010 }, colorScheme: 'light' })
     await page.getByLabel('Five digits').fill('58213')
     await press(page, 'Hide it')
     await press(page, 'Ask both')
@@ -281,6 +292,8 @@ async function picture() {
         await press(page, 'Say it')
     const said = await answers(page)
     check(said.plain !== '58213' && said.tiered === '58213', 'the answers in the picture')
+    const { y, height } = await page.locator('section', { has: page.locator('#sides') }).boundingBox()
+    await page.setViewportSize({ width: 1040, height: Math.ceil(y + height) + 8 })
     await screenshot(page, 'picture', false)
     await page.context().close()
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """examples/web: the program compiles without a warning, the page has all parts and loads nothing, and a browser does what the
-page promises (.ci/web_page.mjs). The browser needs clang for WASM, node, PLAYWRIGHT and CHROMIUM; FOLDER gets its
+page promises (.ci/web_page.mjs). The browser needs clang for WASM, node, PLAYWRIGHT, AXE and CHROMIUM; FOLDER gets its
 screenshots.
 
 tests/programs.py says what TKV_TEST_STRICT does."""
@@ -80,6 +80,11 @@ class Page(unittest.TestCase):
         self.assertIsNone(re.search(r"https?://|\bimport\(|@import|url\(", text))
         self.assertIn("CHAPTER XI", parts.scripts["chapter"])
         self.assertNotIn("secret number", parts.scripts["chapter"])
+        budget = "{:,} bytes".format(int(re.search(r"BUDGET = (\d+)", parts.scripts["page"])[1]))
+        for path in ("examples/web/README.md", "README.md"):
+            with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+                self.assertIn(budget, f.read())
+        self.assertIn(budget, text)
         for name in set(re.findall(r"\bat\('([a-z-]+)'\)", parts.scripts["page"])):
             self.assertIn(name, parts.ids)
 
@@ -97,7 +102,7 @@ class Browser(unittest.TestCase):
         for name in ("clang", "wasm-ld", "node"):
             if not shutil.which(name):
                 missing("%s is missing" % name)
-        for name in ("PLAYWRIGHT", "CHROMIUM"):
+        for name in ("PLAYWRIGHT", "AXE", "CHROMIUM"):
             if not os.environ.get(name):
                 missing("%s is not set" % name)
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +112,7 @@ class Browser(unittest.TestCase):
             done = subprocess.run(["node", os.path.join(ROOT, ".ci", "web_page.mjs"), page, shots], cwd=ROOT,
                                   capture_output=True, text=True, timeout=850)
         self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
-        self.assertRegex(done.stdout, r"^[89]\d passed, 0 failed\n$")
+        self.assertRegex(done.stdout, r"^10\d passed, 0 failed\n$")
 
 
 if __name__ == "__main__":

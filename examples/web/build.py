@@ -21,7 +21,7 @@ EXAMPLES = os.path.dirname(HERE)
 COMPILER = "clang --target=wasm32-wasi --sysroot=/usr"
 # Parts that the page does not use are left out. Saving and reports stay.
 LEFT_OUT = "KVQUANT SQUAT TOKEN_FORMATS SUBSPACE EVICT OFFLOAD DISCARD METER MOVES STATES APPEND_PARTS".split()
-FLAGS = ["-mexec-model=reactor", "-O3", "-msimd128", "-Wl,--gc-sections,--strip-all,-z,stack-size=1048576"]
+FLAGS = ["-mexec-model=reactor", "-msimd128", "-Wl,--gc-sections,--strip-all,-z,stack-size=1048576"]
 
 
 def read(*path):
@@ -29,11 +29,11 @@ def read(*path):
         return f.read()
 
 
-def compile_wasm(cc):
+def compile_wasm(cc, optimize):
     """Returns the bytes of remembers.c and the library as WASM."""
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "remembers.wasm")
-        subprocess.run(cc.split() + FLAGS + ["-DTKV_NO_" + part for part in LEFT_OUT] +
+        subprocess.run(cc.split() + FLAGS + ["-O" + optimize] + ["-DTKV_NO_" + part for part in LEFT_OUT] +
                        [os.path.join(HERE, "remembers.c"), os.path.join(EXAMPLES, "tieredkv.c"), "-o", out, "-lm"],
                        check=True)
         with open(out, "rb") as f:
@@ -54,8 +54,9 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     options.add_argument("-o", metavar="FILE", required=True, help="the page")
     options.add_argument("--cc", default=os.environ.get("WASM_CC") or COMPILER, help="compiler and its options")
+    options.add_argument("-O", metavar="LEVEL", default="3", dest="optimize", help="-O of the compiler, by default 3")
     args = options.parse_args()
-    wasm = compile_wasm(args.cc)
+    wasm = compile_wasm(args.cc, args.optimize)
     with open(os.path.join(EXAMPLES, "data", "demo.gguf"), "rb") as f:
         model = f.read()
     parts = {"wasm": pack(wasm), "model": pack(model), "chapter": chapter()}

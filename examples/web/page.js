@@ -14,8 +14,8 @@ const number = (x, digits = 0) =>
     x.toLocaleString('en', { minimumFractionDigits: digits, maximumFractionDigits: digits })
 const quiet = matchMedia('(prefers-reduced-motion: reduce)')
 
-let talk = '', secrets = [], levels = [], windowTokens = 0, shown = null, file = null, busy = true, forked = false
-let nextDraw = 0, endings = ['', '']
+let secrets = [], levels = [], windowTokens = 0, shown = null, file = null, busy = true, nextDraw = 0
+let endings = ['', '']
 
 // >>worker
 const waiting = new Map()
@@ -51,11 +51,14 @@ async function unpack(id) {
 // >>showing
 const say = (text) => { at('status').textContent = text }
 
-function addToTalk(text) {
-    talk += text
-    at('talk').append(text)
+const talkText = () => at('talk').textContent
+
+function setTalk(text) {
+    at('talk').textContent = text
     at('talk').scrollTop = at('talk').scrollHeight
 }
+
+const addToTalk = (text) => setTalk(talkText() + text)
 
 function showProgress({ state, text, ending }) {
     if (ending !== undefined) {
@@ -64,10 +67,10 @@ function showProgress({ state, text, ending }) {
         return
     }
     if (text) addToTalk(text)
-    if (!state || !levels.length) return
+    if (!state) return
     shown = state
     const now = performance.now()
-    if (now < nextDraw) return
+    if (!levels.length || now < nextDraw) return
     nextDraw = now + (quiet.matches ? 1000 : 30)
     draw()
 }
@@ -89,43 +92,43 @@ function draw() {
     })
     at('level').value = level
     at('level').setAttribute('aria-valuetext', `${bitsOf(level)} bits a value`)
-    at('level-bits').textContent = `${bitsOf(level)} bits a value (${levels[level].name})`
+    at('level-bits').textContent = `${bitsOf(level)} bits a value`
     at('archive-bits').textContent = bitsOf(Math.max(level, 2))
     at('kl-n').textContent = divergence.n || 64
     at('fingerprint').textContent = tokens ? fingerprint : '-'
 }
 
-const bitsOf = (level) => number(levels[level].bits, level ? 2 : 0)
+const bitsOf = (level) => number(levels[level], level ? 2 : 0)
 
 // One square for each token of the context, oldest first. Its size follows the bits, so colours are not needed to read
-// it.
+// it. All edges are on whole pixels.
 function drawCells(canvas, cells, context) {
     const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name)
-    const width = canvas.clientWidth, columns = Math.floor(width / (width < 400 ? 6 : 8)), size = width / columns
-    const height = Math.ceil(context / columns) * size, scale = devicePixelRatio || 1
-    canvas.width = Math.round(width * scale)
-    canvas.height = Math.round(height * scale)
+    const width = canvas.parentElement.clientWidth, size = width < 400 ? 7 : 8, columns = Math.floor((width - 1) / size)
+    const rows = Math.ceil(context / columns), scale = Math.ceil(devicePixelRatio)
+    canvas.width = (columns * size + 1) * scale
+    canvas.height = (rows * size + 1) * scale
+    canvas.style.width = `${columns * size + 1}px`
     const c = canvas.getContext('2d')
     c.scale(scale, scale)
-    const square = (i, side, fill) => {
-        const x = (i % columns) * size + (size - side) / 2, y = Math.floor(i / columns) * size + (size - side) / 2
+    const square = (i, margin, fill) => {
+        const x = i % columns * size + 1 + margin, y = Math.floor(i / columns) * size + 1 + margin
         c.fillStyle = fill
-        c.fillRect(x, y, side, side)
+        c.fillRect(x, y, size - 1 - 2 * margin, size - 1 - 2 * margin)
     }
-    const sides = [size - 1, size * 0.6, size * 0.42]
-    const fills = ['--hot', '--warm', '--archive'].map(colour)
+    const fills = ['--hot', '--warm', '--archive', '--gone'].map(colour)
     for (let i = 0; i < context; i++)
-        if (i >= cells.length) square(i, 1, colour('--gone'))
-        else if (cells[i] < GONE) square(i, sides[cells[i]], fills[cells[i]])
+        if (i >= cells.length) square(i, (size >> 1) - 1, colour('--line'))
+        else if (cells[i] < GONE) square(i, cells[i], fills[cells[i]])
         else {
-            square(i, size * 0.6, colour('--gone'))
-            square(i, size * 0.6 - 2, colour('--paper'))
+            square(i, 1, fills[GONE])
+            square(i, 2, colour('--paper'))
         }
     c.strokeStyle = colour('--accent')
-    c.lineWidth = 1.5
+    c.lineWidth = 1
     for (const { from, to } of secrets)
         for (let i = from; i < to; i++)
-            c.strokeRect((i % columns) * size + 0.5, Math.floor(i / columns) * size + 0.5, size - 1, size - 1)
+            c.strokeRect(i % columns * size + 0.5, Math.floor(i / columns) * size + 0.5, size, size)
 }
 
 function setSecrets(list) {
@@ -142,25 +145,22 @@ function setSecrets(list) {
 
 // What an answer shows. A number that the model cannot tell with the exact cache either was not forgotten by a memory.
 const verdictOf = (answer, hidden, exact) =>
-    answer === hidden ? 'knows' : answer === exact ? 'says what the exact cache says' : 'has forgotten'
+    answer === hidden ? 'knows' : answer === exact ? 'says what the exact cache says' : 'forgot'
 
 function addAnswer({ name, number: hidden }, [plain, tiered, exact]) {
-    const row = document.createElement('tr')
-    const cells = [name, hidden, plain, tiered].map((text, i) => {
-        const cell = document.createElement(i ? 'td' : 'th')
-        cell.textContent = text
+    const row = document.createElement('tr'), tokens = shown.tokens
+    const columns = [[name, hidden], [number(tokens), 'tokens'],
+        ...[plain, tiered].map((x) => [x, verdictOf(x, hidden, exact)])]
+    columns.forEach(([text, below], i) => {
+        const cell = document.createElement(i ? 'td' : 'th'), note = document.createElement('span')
         if (!i) cell.scope = 'row'
-        if (i < 2) return cell
-        const verdict = document.createElement('span')
-        verdict.className = 'verdict'
-        verdict.textContent = verdictOf(text, hidden, exact)
-        cell.className = text === hidden ? 'knows' : 'forgot'
-        cell.append(verdict)
-        return cell
+        if (i > 1 && text === hidden) cell.className = 'knows'
+        note.textContent = below
+        cell.append(`${text} `, note)
+        row.append(cell)
     })
-    row.append(...cells)
-    at('answers').prepend(row)
-    while (at('answers').children.length > ANSWERS) at('answers').lastChild.remove()
+    at('answers').append(row)
+    if (at('answers').children.length > ANSWERS) at('answers').firstChild.remove()
     at('answers-box').hidden = false
 }
 
@@ -192,16 +192,19 @@ async function hear(text) {
     try {
         setSecrets((await call('hear', text)).secrets)
     } catch (error) {
-        talk = talk.slice(0, -text.length)
-        at('talk').textContent = talk
+        setTalk(talkText().slice(0, -text.length))
         throw error
     }
 }
 
+function refuseEndings() {
+    if (!at('endings').hidden) throw Error('The talk has two endings. Go on with one of them first, or drop both.')
+}
+
 // What a job of the talk needs first: an ending is chosen, and there is an opening.
 async function goOn() {
-    if (forked) throw Error('The talk has two endings. Go on with one of them first, or drop both.')
-    if (!talk) await hear(OPENING)
+    refuseEndings()
+    if (!talkText()) await hear(OPENING)
 }
 
 async function hide() {
@@ -209,14 +212,22 @@ async function hide() {
     await goOn()
     await hear(`The secret number of ${name} is ${digits}.\n`)
     at('asked').value = name
-    say(`Both memories have heard the secret number of ${name}: ${digits}.`)
+    say(`Both memories have heard the secret number of ${name}: ${digits}. Talk past the budget, and ask.`)
     at('number').value = String(10000 + Math.floor(Math.random() * 90000))
 }
 
 const chapter = []
 
 function nextPart() {
-    return chapter.find((part) => !talk.includes(part))
+    return chapter.find((part) => !talkText().includes(part))
+}
+
+function sayWhatIsLost() {
+    const { tokens, cells } = shown
+    const lost = secrets.filter(({ from, to }) => cells[0].slice(from, to).every((cell) => cell === GONE))
+    say(`${number(tokens)} tokens were heard. The window holds ${number(Math.min(tokens, windowTokens))}, tieredkv all. ` +
+        (lost.length ? `The window has lost the secret of ${lost.map(({ name }) => name).join(', ')}. Ask both.` :
+            secrets.length ? 'The window holds the secret still.' : 'No secret is hidden yet.'))
 }
 
 async function talkOn() {
@@ -224,11 +235,10 @@ async function talkOn() {
     await goOn()
     if (part) await hear(part)
     else setSecrets((await call('speak', SPEECH, false)).secrets)
-    say(`${number(shown.tokens)} tokens were heard. The window holds ${number(windowTokens)}.`)
+    sayWhatIsLost()
 }
 
 async function talkPast() {
-    await goOn()
     const end = Math.max(...secrets.map(({ to }) => to), 0)
     do await talkOn()
     while (shown.tokens < end + windowTokens + 100 && shown.tokens < shown.context - 300)
@@ -250,12 +260,12 @@ async function ask() {
     const answers = await call('ask', `\nThe secret number of ${secret.name} is`, 5)
     addAnswer(secret, answers)
     const [plain, tiered] = answers.map((x) => `says ${x}: it ${verdictOf(x, secret.number, answers[2])}`)
-    say(`The number of ${secret.name} is ${secret.number}. The FP16 window ${plain}. The tiered memory ${tiered}.`)
+    say(`The number of ${secret.name} is ${secret.number}. The FP16 window ${plain}. tieredkv ${tiered}.`)
 }
 
 async function save() {
-    if (forked) throw Error('The talk has two endings. Go on with one of them first, or drop both.')
-    if (!talk) throw Error('There is nothing to save yet.')
+    refuseEndings()
+    if (!talkText()) throw Error('There is nothing to save yet. Hide a secret, or talk.')
     file = await call('save')
     const link = document.createElement('a')
     link.href = URL.createObjectURL(new Blob([file]))
@@ -273,9 +283,7 @@ async function load(bytes) {
         throw Error(`Refused: ${error.message}. The talk goes on as it was.`)
     }
     file = bytes
-    talk = ''
-    at('talk').textContent = ''
-    addToTalk(loaded.text)
+    setTalk(loaded.text)
     setSecrets(loaded.secrets)
     showEndings(false)
     say(`${number(loaded.tokens)} tokens were loaded in ${number(loaded.ms, 1)} ms, fingerprint ` +
@@ -290,13 +298,12 @@ async function loadDamaged() {
 }
 
 function showEndings(are) {
-    forked = are
     for (const id of ['endings', 'keep-a', 'keep-b', 'keep-none']) at(id).hidden = !are
     at('fork').hidden = are
 }
 
 async function fork() {
-    if (!talk) throw Error('There is no talk to fork yet.')
+    if (!talkText()) throw Error('There is no talk to fork yet. Hide a secret, or talk.')
     for (const id of ['ending-a', 'ending-b', 'bytes-a', 'bytes-b']) at(id).textContent = ''
     endings = ['', '']
     showEndings(true)
@@ -327,14 +334,13 @@ async function keep(ending) {
 async function setLevel() {
     const level = Number(at('level').value)
     await call('level', level)
-    say(`From now on old tokens take ${bitsOf(level)} bits a value at most. The tiered memory has ` +
+    say(`From now on old tokens take ${bitsOf(level)} bits a value at most. tieredkv holds ` +
         `${number(shown.bytes[1])} bytes.`)
 }
 
 async function begin() {
     await call('reset', Math.floor(Math.random() * 2 ** 31))
-    talk = ''
-    at('talk').textContent = ''
+    setTalk('')
     at('answers').replaceChildren()
     at('answers-box').hidden = true
     showEndings(false)
@@ -412,12 +418,10 @@ async function start() {
     const began = await call('start', await unpack('wasm'), await unpack('model'), BUDGET)
     levels = began.levels
     windowTokens = began.window
-    shown = began.state
     at('level').max = levels.length - 1
-    at('newest').textContent = number(windowTokens - 4)
-    at('budget').textContent = number(BUDGET)
+    await begin()
     setBusy(false)
-    await job('', begin)
+    draw()
 }
 
 at('number').value = String(10000 + Math.floor(Math.random() * 90000))

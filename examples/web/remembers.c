@@ -48,9 +48,8 @@ WEB_EXPORT(web_hear) int web_hear(int seq, const char *text, int size);
 WEB_EXPORT(web_unhear) void web_unhear(int n);
 /* Sets the random numbers of a sequence. */
 WEB_EXPORT(web_seed) void web_seed(int seq, int seed);
-/* Adds the next token of a speech to a sequence that TIERED has read to its end. temperature 0 takes the likeliest. A
- * speech tells no secret number by itself: the model would do so in every other line, as its training text does.
- * Returns the token. */
+/* Adds the next token of a speech to a sequence that TIERED has read to its end. `temperature` is above 0. A speech tells
+ * no secret number by itself: the model would do so in every other line, as its training text does. Returns the token. */
 WEB_EXPORT(web_speak) int web_speak(int seq, float temperature);
 /* The bytes of a token's text are in web_text(). Returns their number. */
 WEB_EXPORT(web_piece) int web_piece(int seq, int i);
@@ -85,7 +84,6 @@ WEB_EXPORT(web_set_level) int web_set_level(int level);
 WEB_EXPORT(web_level) int web_level(void);
 /* Bits of a value of the oldest tokens at a level of TIERED, with metadata. */
 WEB_EXPORT(web_level_bits) double web_level_bits(int level);
-WEB_EXPORT(web_level_name) const char *web_level_name(int level);
 /* Tokens of a sequence, read or not. */
 WEB_EXPORT(web_length) int web_length(int seq);
 /* Bytes of a side: of PLAIN those of the tokens alone, of the others all that the cache holds. */
@@ -358,14 +356,12 @@ int web_speak(int seq, float temperature) {
     if (!weights) return fail("the speech", "out of memory");
     memcpy(weights, web.next[seq], (size_t)vocab * sizeof *weights);
     if (is_piece(seq, web.n[seq] - 1, "The")) weights[web.secret] = -1e30f;
-    int token = llama_argmax(weights, vocab);
-    if (temperature > 0) {
-        const float high = weights[token];
-        float sum = 0;
-        for (int i = 0; i < vocab; i++) sum += weights[i] = expf((weights[i] - high) / temperature);
-        float left = next_random(&web.rng[seq]) * sum;
-        for (token = 0; token + 1 < vocab && (left -= weights[token]) > 0;) token++;
-    }
+    const float high = weights[llama_argmax(weights, vocab)];
+    float sum = 0;
+    for (int i = 0; i < vocab; i++) sum += weights[i] = expf((weights[i] - high) / temperature);
+    float left = next_random(&web.rng[seq]) * sum;
+    int token = 0;
+    while (token + 1 < vocab && (left -= weights[token]) > 0) token++;
     free(weights);
     web.tokens[seq][web.n[seq]++] = token;
     return token;
@@ -636,14 +632,6 @@ int web_level(void) {
 double web_level_bits(int level) {
     tkv_level_info info;
     return tkv_get_level(web.of[TIERED].kv, level, &info) == TKV_OK ? 16 * info.memory_factor : 0;
-}
-
-const char *web_level_name(int level) {
-    tkv_level_info info;
-    web.text[0] = 0;
-    if (tkv_get_level(web.of[TIERED].kv, level, &info) == TKV_OK)
-        snprintf(web.text, sizeof web.text, "%s", info.tag);
-    return web.text;
 }
 
 int web_length(int seq) { return web.n[seq]; }

@@ -114,6 +114,8 @@ function readAll(tell) {
 }
 
 const roomLeft = (seq) => web.web_context() - ROOM - web.web_length(seq)
+const fullText = () =>
+    `The model reads ${web.web_context().toLocaleString('en')} tokens at most. Begin a new talk, or load one.`
 
 // A speech of at most n tokens. It ends with an empty line, or with a line behind the middle, if `stops`.
 function speak(seq, n, stops, tell) {
@@ -143,8 +145,8 @@ const jobs = {
         const window = checked(web.web_start(at, model.length, budget))
         const levels = []
         for (let i = 0; web.web_level_bits(i) > 0; i++)
-            levels.push({ bits: web.web_level_bits(i), name: textAt(web.web_level_name(i)) })
-        return { window, levels, state: state(), context: web.web_context() }
+            levels.push(web.web_level_bits(i))
+        return { window, levels }
     },
     hear(text) {
         if (new TextEncoder().encode(text).length > 4 * web.web_context()) throw Error('This text is too long.')
@@ -152,14 +154,14 @@ const jobs = {
         const n = withText(text, (at, size) => web.web_hear(TALK, at, size))
         if (n < 0 || roomLeft(TALK) < 0) {
             web.web_unhear(first)
-            throw Error(`The model reads ${web.web_context()} tokens at most. Begin a new talk, or load one.`)
+            throw Error(fullText())
         }
         readAll(true)
         return { secrets: secrets() }
     },
     speak(n, stops) {
         if (roomLeft(TALK) <= 0)
-            throw Error(`The model reads ${web.web_context()} tokens at most. Begin a new talk, or load one.`)
+            throw Error(fullText())
         let waiting = ''
         const speech = speak(TALK, stops ? REPLY : n, stops, (piece, i) => {
             waiting += piece
