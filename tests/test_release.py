@@ -318,7 +318,7 @@ class Release(unittest.TestCase):
             shutil.copytree(os.path.join(ROOT, name), os.path.join(self.place, name), ignore=shutil.ignore_patterns("__pycache__"))
         for name in release.PRODUCTS:
             shutil.copy(os.path.join(ROOT, name), self.place)
-        self.write("packaging/Cargo.toml", '[package]\nname = "x"\nversion = "0.1.0"\n\n[dependencies]\ny = { version = "0.1.0" }\n')
+        self.write("packaging/rust/x/Cargo.toml", '[package]\nname = "x"\nversion = "0.1.0"\n\n[dependencies]\ny = { version = "0.1.0" }\n')
         self.write("CHANGELOG.md", "# Changelog\n\n## Unreleased\n\n**News.**\n\n## 0.0.9, 2020-01-01\n\n**Old.**\n")
         self.write("Makefile", "check:\n\tpython3 tools/amalgamate.py --check\n")
         self.write("tests/test_house.py", "assert '0.2.0' in open('src/api.h').read()\n")
@@ -363,19 +363,19 @@ class Release(unittest.TestCase):
         header, companion = (line.split()[0] for line in sums.splitlines())
         self.assertIn("\n\n## 0.2.0, 2026-12-01\n\nSHA-256 of tieredkv.h: `%s`\\\nSHA-256 of tieredkv_cuda.cu: `%s`\n\n**News.**\n\n## 0.0.9"
                       % (header, companion), self.read("CHANGELOG.md"))
-        self.assertIn('version = "0.2.0"\n\n[dependencies]\ny = { version = "0.1.0" }', self.read("packaging", "Cargo.toml"))
+        self.assertIn('version = "0.2.0"\n\n[dependencies]\ny = { version = "0.1.0" }', self.read("packaging", "rust", "x", "Cargo.toml"))
         self.assertIn("function tkv_append tkv_status (tkv_cache *, int, int, const float *, const float *, int)\n", self.read("tools", "names", "0.2.0.txt"))
         self.assertIn("\nfunction tkvcu_append tkv_status (", self.read("tools", "names", "0.2.0.txt"))
         self.assertIn("git tag -a v0.2.0 -m 'tieredkv 0.2.0'", said)
         self.assertEqual(self.git("tag"), "")
         changed = [line[3:] for line in self.git("status", "--porcelain").splitlines()]
-        self.assertEqual(changed, ["CHANGELOG.md", "packaging/Cargo.toml", "src/api.h", "tieredkv.h", "tools/names/0.2.0.txt"])
+        self.assertEqual(changed, ["CHANGELOG.md", "packaging/rust/x/Cargo.toml", "src/api.h", "tieredkv.h", "tools/names/0.2.0.txt"])
 
     def test_dry_run_writes_nothing(self):
         status, said = self.tool("0.2.0", "--dry-run")
         self.assertEqual(status, 0, said)
-        self.assertIn("version 0.1.0 -> 0.2.0 in: packaging/Cargo.toml, src/api.h\n", said)
-        self.assertIn("would write: CHANGELOG.md, packaging/Cargo.toml, src/api.h, tieredkv.h, tieredkv_cuda.cu, tools/names/0.2.0.txt\n", said)
+        self.assertIn("version 0.1.0 -> 0.2.0 in: packaging/rust/x/Cargo.toml, src/api.h\n", said)
+        self.assertIn("would write: CHANGELOG.md, packaging/rust/x/Cargo.toml, src/api.h, tieredkv.h, tieredkv_cuda.cu, tools/names/0.2.0.txt\n", said)
         self.assertEqual(self.git("status", "--porcelain"), "")
 
     def test_lists_the_old_version_elsewhere(self):
@@ -407,12 +407,12 @@ class Release(unittest.TestCase):
     def test_places(self):
         """Each pattern changes the version of its file and nothing else."""
         old, new = "0.1.0", "0.12.3"
-        for pattern, text in (("*pyproject.toml", '[project]\nname = "x"\nversion = "%s"\n[tool.y]\nversion = "9.9.9"\n'),
-                              ("*build.zig.zon", '.{ .name = .tieredkv, .version = "%s", .minimum_zig_version = "0.14.0" }\n'),
-                              ("*meson.build", "project('tieredkv', 'c', meson_version: '>=0.63', version: '%s')\n"),
-                              ("*CMakeLists.txt", "cmake_minimum_required(VERSION 3.10.1)\nproject(tieredkv VERSION %s LANGUAGES C)\n"),
-                              ("*.csproj", "<Version>%s</Version><PackageReference Version=\"1.2.3\"/>\n"),
-                              ("*package.json", '{ "name": "x", "version": "%s", "y": "1.0.0" }\n')):
+        for pattern, text in (("examples/python/pyproject.toml", '[project]\nname = "x"\nversion = "%s"\n[tool.y]\nversion = "9.9.9"\n'),
+                              ("build.zig.zon", '.{ .name = .tieredkv, .version = "%s", .minimum_zig_version = "0.14.0" }\n'),
+                              ("meson.build", "project('tieredkv', 'c', meson_version: '>=0.63', version: '%s')\n"),
+                              ("CMakeLists.txt", "cmake_minimum_required(VERSION 3.10.1)\nproject(tieredkv VERSION %s LANGUAGES C)\n"),
+                              ("packaging/*.csproj", "<Version>%s</Version><PackageReference Version=\"1.2.3\"/>\n"),
+                              ("packaging/*/vcpkg.json", '{ "name": "x", "version": "%s", "y": "1.0.0" }\n')):
             place = dict(release.PLACES)[pattern]
             self.assertEqual(re.subn(place, r"\g<1>" + new, text % old), (text % new, 1))
 

@@ -29,13 +29,13 @@ VERSION = r"\d+\.\d+\.\d+"
 # File and the pattern of its version; what stands in the first group stays. CMake, meson and setup.py read src/api.h or
 # tieredkv.h themselves if they have no version of their own.
 PLACES = [("src/api.h", r'(#define TKV_VERSION_STRING ")%s(?=")' % VERSION),
-          ("*Cargo.toml", r'(\[package\][^\[]*?\nversion = ")%s(?=")' % VERSION),
-          ("*pyproject.toml", r'(\[project\][^\[]*?\nversion = ")%s(?=")' % VERSION),
-          ("*build.zig.zon", r'(\.version = ")%s(?=")' % VERSION),
-          ("*meson.build", r"(\bversion ?: ?')%s(?=')" % VERSION),
-          ("*CMakeLists.txt", r"(project\([^)]*VERSION )%s" % VERSION),
-          ("*.csproj", r"(<Version>)%s(?=</Version>)" % VERSION),
-          ("*package.json", r'("version": ")%s(?=")' % VERSION)]
+          ("packaging/*/Cargo.toml", r'(\[package\][^\[]*?\nversion = ")%s(?=")' % VERSION),
+          ("packaging/*/vcpkg.json", r'("version": ")%s(?=")' % VERSION),
+          ("packaging/*.csproj", r"(<Version>)%s(?=</Version>)" % VERSION),
+          ("examples/python/pyproject.toml", r'(\[project\][^\[]*?\nversion = ")%s(?=")' % VERSION),
+          ("build.zig.zon", r'(\.version = ")%s(?=")' % VERSION),
+          ("meson.build", r"(\bversion ?: ?')%s(?=')" % VERSION),
+          ("CMakeLists.txt", r"(project\([^)]*VERSION )%s" % VERSION)]
 
 
 class Refusal(Exception):
