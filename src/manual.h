@@ -38,6 +38,7 @@
  *   14 Reports
  *   15 The CUDA companion
  *   16 In a runtime                              R20 decoders that read an encoder
+ *   17 In your build                             R21 a cache that C++ destroys
  *
  * The declarations below this manual define each function: shapes, errors, cost and source. The manual names the
  * functions for each purpose, and what to expect of them. `cfg.x` is a field of tkv_config.
@@ -1310,4 +1311,86 @@
  *     }
  *     printf("%.1f times less than FP16\n", memory.ratio);
  * End of recipe
+ *
+ *
+ * 17. IN YOUR BUILD
+ *
+ *   For every host: compile tieredkv.c of recipe R1 once, as C99 with -O2, and link libm. There is nothing to
+ *   configure and no other file. Switches of chapter 2 go to this file; TKV_PREFIX, TKV_API and TKV_STATIC go to all
+ *   that include the header. In a debug build keep -O2 for this file. What follows is what a host has beside that.
+ *
+ *   Bytes of text and data, by gcc 12 and clang 14, rounded:
+ *     gcc -O2 -c tieredkv.c                                                             880 KB
+ *     gcc -Os -DTKV_NO_SIMD -c tieredkv.c                                               430 KB
+ *     gcc -Os -DTKV_CORE -DTKV_NO_SIMD -DTKV_NO_REPORTS -c tieredkv.c                   180 KB
+ *     aarch64-linux-gnu-gcc -Os -DTKV_CORE -DTKV_NO_REPORTS -c tieredkv.c               290 KB
+ *     examples/quickstart.c as WASM, clang -Os -msimd128: all that is linked            470 KB
+ *     the same with -DTKV_CORE -DTKV_NO_REPORTS                                         320 KB
+ *
+ *   To update, put the new header in the place of the old one. tools/rename.py of the repository brings a tree to new
+ *   names, by the tables of CHANGELOG.md, and lists what needs a person. A shared library and a program that were
+ *   compiled with different headers find out by tkv_get_build, as R1 does.
+ *
+ *   C. TKV_STATIC before the include makes a program of one file. Where a compiler should warn of a status that is
+ *   not read, take the header from a system folder (gcc, clang):
+ *
+ *     cc -isystem FOLDER '-DTKV_API=__attribute__((warn_unused_result)) extern' -c program.c
+ *
+ *   C++. The declarations are extern "C", and nothing throws: -fno-exceptions and -fno-rtti are fine. tieredkv.c is
+ *   also C++11. There is no tieredkv.hpp: a sketch of one took 69 lines for 12 of 122 functions, and saved 4 lines of
+ *   a program of 25. Recipe R21 owns a cache, and the line above finds statuses that are not read. Lengths of arrays
+ *   depend on the shape of each layer, which the tensors of a program know already.
+ *
+ * Recipe R21: a cache that C++ destroys
+ *     #include <memory>
+ *     struct destroy_cache {
+ *         void operator()(tkv_cache *cache) const { tkv_destroy(cache); }
+ *     };
+ *     // main:
+ *     tkv_cache *made;
+ *     if (tkv_create_ex(&cfg, NULL, 0, &made, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
+ *     std::unique_ptr<tkv_cache, destroy_cache> cache(made);     // each return destroys it
+ *     for (int token = 0; token < 300; token++) {
+ *         run_model(1);
+ *         if (tkv_append(cache.get(), 0, 0, k, v, 1) != TKV_OK) return 1;
+ *         if (tkv_attend(cache.get(), 0, 0, q, 1, out) != TKV_OK) return 1;
+ *     }
+ *     printf("%d tokens\n", tkv_get_length(cache.get(), 0, 0));
+ * End of recipe
+ *
+ *   CMake, Meson, Zig. The repository is a package of each. The compiled library is tieredkv::implementation in
+ *   CMake, dependency('tieredkv-implementation') in Meson and artifact("tieredkv") in Zig. The header alone is
+ *   tieredkv::tieredkv, dependency('tieredkv') and module("tieredkv"). packaging/ has vcpkg, Conan and pkg-config.
+ *
+ *     FetchContent_Declare(tieredkv GIT_REPOSITORY ... GIT_TAG ...)
+ *     FetchContent_MakeAvailable(tieredkv)
+ *     target_link_libraries(program tieredkv::implementation)
+ *
+ *   Rust. packaging/rust/tieredkv-sys compiles the library and declares its functions. CFLAGS takes switches.
+ *
+ *   Go. packaging/go is a package for cgo, with errors for statuses and checked lengths of slices. CGO_CFLAGS takes
+ *   switches.
+ *
+ *   Python. `pip install ./examples/python` compiles the header once, and its arrays are those of numpy.
+ *
+ *   Lua, C# and all others that load a shared library: examples/love/tieredkv.lua and packaging/csharp/TieredKV.cs
+ *   are one file each. Create by a text (tkv_create_ex): then no struct of a config is written down twice. Elsewhere
+ *   compare config_bytes of tkv_get_build with the size of your own struct. LuaJIT has an FFI; Lua itself needs one.
+ *
+ *     cc -O2 -shared -fPIC tieredkv.c -o libtieredkv.so -lm
+ *
+ *   WebAssembly. Flags of clang with wasi-libc, as examples/web/build.py uses them; Emscripten is untested. Attention
+ *   uses 128 KiB of stack and more (chapter 13), so the stack of 64 KiB that the linker gives is too small.
+ *
+ *     clang --target=wasm32-wasi --sysroot=/usr -O3 -msimd128 -Wl,-z,stack-size=1048576 program.c tieredkv.c -lm
+ *
+ *   Android and iOS. These flags are untested; AArch64 itself is tested under Linux, by gcc and qemu.
+ *
+ *     $NDK/toolchains/llvm/prebuilt/linux-x86_64/bin/clang --target=aarch64-linux-android24 -O2 -c tieredkv.c
+ *     xcrun -sdk iphoneos clang -arch arm64 -O2 -c tieredkv.c
+ *
+ *   Freestanding. With -ffreestanding -DTKV_NO_MALLOC -DTKV_CORE -DTKV_NO_SIMD -DTKV_NO_REPORTS the library needs the
+ *   headers float.h, stddef.h, stdint.h, string.h and math.h, and these functions of yours: memcmp, memcpy, memmove,
+ *   memset, strcmp, exp, expf, fabsf, log, logf, sqrt, sqrtf, tanh, tanhf. tkv_create_in_place takes the memory, and
+ *   tkv_get_required_bytes says how much.
  */

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The manual at the top of the header (src/manual.h): its chapters are numbered, and its recipes compile, run and
-print what they should. CC is the compiler (cc).
+print what they should. CC is the compiler (cc), CXX that of R21 (c++).
 
 A recipe is the lines between ` * Recipe R<n>: title` and ` * End of recipe`. Each code line begins with ` *     `.
 R1 is two files, under lines `// file: name`. The other recipes stand inside main, and lines above `// main:` before it.
@@ -18,7 +18,9 @@ import results
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CC = os.environ.get("CC", "cc").split()
+CXX = os.environ.get("CXX", "c++").split()
 FLAGS = ["-O1", "-std=c99", "-Wall", "-Wextra", "-Werror"]
+CXX_FLAGS = ["-O1", "-std=c++17", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fno-exceptions", "-fno-rtti"]
 
 # The names that chapter 3 of the manual promises to a recipe.
 PRELUDE = """
@@ -119,12 +121,12 @@ class Recipes(unittest.TestCase):
     def tearDownClass(cls):
         shutil.rmtree(cls.place)
 
-    def run_text(self, name, text):
+    def run_text(self, name, text, compiler=CC + FLAGS, suffix=".c"):
         """Compiles a program, links it with the library and returns what it prints."""
-        source, binary = os.path.join(self.place, name + ".c"), os.path.join(self.place, name)
+        source, binary = os.path.join(self.place, name + suffix), os.path.join(self.place, name)
         with open(source, "w") as f:
             f.write(text)
-        build = subprocess.run(CC + FLAGS + [source, self.library, "-o", binary, "-lm", "-pthread"],
+        build = subprocess.run(compiler + [source, self.library, "-o", binary, "-lm", "-pthread"],
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.assertEqual(build.returncode, 0, "%s: %s" % (name, build.stdout.decode()))
         done = subprocess.run([binary], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120)
@@ -256,6 +258,41 @@ class Recipes(unittest.TestCase):
         self.assertEqual(re.findall(r"decoder (\d): the weights of 2 heads sum to ([\d.]+)\n", said),
                          [("0", "2.000"), ("1", "2.000")])
         self.assertGreater(float(said.split()[-5]), 2.5, said)
+
+    @unittest.skipUnless(shutil.which(CXX[0]), "there is no C++ compiler")
+    def test_r21_in_cpp(self):
+        text = program(self.recipes["R21"])
+        self.assertEqual(self.run_text("R21", text, CXX + CXX_FLAGS, ".cpp"), "300 tokens\n")
+        owner = "std::unique_ptr<tkv_cache, destroy_cache> cache(made);"
+        self.assertIn(owner, text)  # the program counts: with the owner all memory comes back
+        counted = """
+static int held;
+static void *take(void *, size_t size, size_t align) { held++; return aligned_alloc(align, (size + align - 1) / align * align); }
+static void give(void *, void *memory, size_t, size_t) { held--; free(memory); }
+"""
+        text = text.replace("struct destroy_cache", counted + "struct destroy_cache")
+        text = text.replace("tkv_cache *made;", "cfg.host.allocator.alloc = take;\ncfg.host.allocator.release = give;\n{\ntkv_cache *made;")
+        text = text.replace("    tkv_destroy(kv);\n", '    }\n    printf("%d held\\n", held);\n    tkv_destroy(kv);\n')
+        self.assertEqual(self.run_text("R21", text, CXX + CXX_FLAGS, ".cpp"), "300 tokens\n0 held\n")
+        text = text.replace(owner, "struct { tkv_cache *kv; tkv_cache *get() { return kv; } } cache = {made};")
+        self.assertRegex(self.run_text("R21", text, CXX + CXX_FLAGS, ".cpp"), r"^300 tokens\n[1-9]\d* held\n$")
+
+    def test_a_status_that_is_not_read(self):
+        """The flags of chapter 17: only the first of these functions compiles."""
+        flags = re.search(r"^ \*     cc (-isystem) FOLDER '(-DTKV_API=[^']+)' -c program\.c$", read("src", "manual.h"), re.M)
+        self.assertTrue(flags)
+        place = os.path.join(self.place, "apart")
+        os.makedirs(place, exist_ok=True)
+        for line, compiles in (("return tkv_seq_reset(kv, 0);", True), ("tkv_destroy(kv); return TKV_OK;", True),
+                               ("tkv_seq_reset(kv, 0); return TKV_OK;", False)):
+            for compiler, flag, suffix in ((CC, "-std=c99", ".c"), (CXX, "-std=c++17", ".cpp")):
+                if shutil.which(compiler[0]):
+                    source = os.path.join(place, "program" + suffix)
+                    with open(source, "w") as f:
+                        f.write('#include "tieredkv.h"\ntkv_status end(tkv_cache *kv);\ntkv_status end(tkv_cache *kv) { %s }\n' % line)
+                    done = subprocess.run(compiler + [flag, "-Wall", "-Wextra", "-Werror", flags.group(1), self.place, flags.group(2),
+                                                      "-c", source, "-o", os.path.join(place, "program.o")], stderr=subprocess.PIPE)
+                    self.assertEqual(done.returncode == 0, compiles, "%s: %s" % (line, done.stderr.decode()))
 
 
 class Extraction(unittest.TestCase):
