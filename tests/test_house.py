@@ -264,7 +264,7 @@ class Version(unittest.TestCase):
         self.assertEqual(re.search(r'#define TKV_VERSION_STRING "(.*)"\n', api).group(1), version)
         sections = re.findall(r"\n## (\S+)", read("CHANGELOG.md").replace(",", ""))
         self.assertIn(sections[0], ("Unreleased", version))
-        self.assertEqual([s for s in sections if s != "Unreleased"][:1], [version][:len(sections) > 1])
+        self.assertIn([s for s in sections if s != "Unreleased"][:1], ([], [version]))  # none before the first release
         manual = read("src", "manual.h")
         self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
 

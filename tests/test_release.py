@@ -108,6 +108,10 @@ class Complete(unittest.TestCase):
             for left, target, right in rows:
                 self.assertIn(("function", target), self.today, name)
 
+    def test_names_that_change_twice(self):
+        table = rename.Table("### Functions\n\n    tkv_a -> tkv_b\n    tkv_c -> tkv_d\n    tkv_b -> tkv_c\n")
+        self.assertEqual(table.renames, {"tkv_a": "tkv_d", "tkv_b": "tkv_d", "tkv_c": "tkv_d"})
+
     def test_names_file_is_that_of_the_commit(self):
         if git("cat-file", "-e", OLD).returncode:
             self.skipTest("this clone has no commit " + OLD)
@@ -316,10 +320,11 @@ class Release(unittest.TestCase):
             shutil.copytree(os.path.join(ROOT, name), os.path.join(self.place, name), ignore=shutil.ignore_patterns("__pycache__"))
         for name in release.PRODUCTS:
             shutil.copy(os.path.join(ROOT, name), self.place)
-        self.write("packaging/rust/x/Cargo.toml", '[package]\nname = "x"\nversion = "0.1.0"\n\n[dependencies]\ny = { version = "0.1.0" }\n')
+        self.write("src/api.h", release.set_version(re.sub(release.PLACES[0][1], r"\g<1>4.5.6", read("src", "api.h")), "4.5.6"))
+        self.write("packaging/rust/x/Cargo.toml", '[package]\nname = "x"\nversion = "4.5.6"\n\n[dependencies]\ny = { version = "4.5.6" }\n')
         self.write("CHANGELOG.md", "# Changelog\n\n## Unreleased\n\n**News.**\n\n## 0.0.9, 2020-01-01\n\n**Old.**\n")
         self.write("Makefile", "check:\n\tpython3 tools/amalgamate.py --check\n")
-        self.write("tests/test_house.py", "assert '0.2.0' in open('src/api.h').read()\n")
+        self.write("tests/test_house.py", "assert '4.6.0' in open('src/api.h').read()\n")
         self.git("init", "-q")
         self.commit()
 
@@ -352,52 +357,52 @@ class Release(unittest.TestCase):
         self.assertEqual(self.git("status", "--porcelain"), before)
 
     def test_makes_a_release(self):
-        status, said = self.tool("0.2.0")
+        status, said = self.tool("4.6.0")
         self.assertEqual(status, 0, said)
-        for line in ("MAJOR 0", "MINOR 2", "PATCH 0", 'STRING "0.2.0"'):
+        for line in ("MAJOR 4", "MINOR 6", "PATCH 0", 'STRING "4.6.0"'):
             self.assertIn("#define TKV_VERSION_%s\n" % line, self.read("tieredkv.h"))
         sums = subprocess.check_output(["sha256sum", "tieredkv.h", "tieredkv_cuda.cu"], cwd=self.place).decode()
         self.assertIn(sums, said)
         header, companion = (line.split()[0] for line in sums.splitlines())
-        self.assertIn("\n\n## 0.2.0, 2026-12-01\n\nSHA-256 of tieredkv.h: `%s`\\\nSHA-256 of tieredkv_cuda.cu: `%s`\n\n**News.**\n\n## 0.0.9"
+        self.assertIn("\n\n## 4.6.0, 2026-12-01\n\nSHA-256 of tieredkv.h: `%s`\\\nSHA-256 of tieredkv_cuda.cu: `%s`\n\n**News.**\n\n## 0.0.9"
                       % (header, companion), self.read("CHANGELOG.md"))
-        self.assertIn('version = "0.2.0"\n\n[dependencies]\ny = { version = "0.1.0" }', self.read("packaging", "rust", "x", "Cargo.toml"))
-        self.assertIn("function tkv_append tkv_status (tkv_cache *, int, int, const float *, const float *, int)\n", self.read("tools", "names", "0.2.0.txt"))
-        self.assertIn("\nfunction tkvcu_append tkv_status (", self.read("tools", "names", "0.2.0.txt"))
-        self.assertIn("git tag -a v0.2.0 -m 'tieredkv 0.2.0'", said)
+        self.assertIn('version = "4.6.0"\n\n[dependencies]\ny = { version = "4.5.6" }', self.read("packaging", "rust", "x", "Cargo.toml"))
+        self.assertIn("function tkv_append tkv_status (tkv_cache *, int, int, const float *, const float *, int)\n", self.read("tools", "names", "4.6.0.txt"))
+        self.assertIn("\nfunction tkvcu_append tkv_status (", self.read("tools", "names", "4.6.0.txt"))
+        self.assertIn("git tag -a v4.6.0 -m 'tieredkv 4.6.0'", said)
         self.assertEqual(self.git("tag"), "")
         changed = [line[3:] for line in self.git("status", "--porcelain").splitlines()]
-        self.assertEqual(changed, ["CHANGELOG.md", "packaging/rust/x/Cargo.toml", "src/api.h", "tieredkv.h", "tools/names/0.2.0.txt"])
+        self.assertEqual(changed, ["CHANGELOG.md", "packaging/rust/x/Cargo.toml", "src/api.h", "tieredkv.h", "tools/names/4.6.0.txt"])
 
     def test_dry_run_writes_nothing(self):
-        status, said = self.tool("0.2.0", "--dry-run")
+        status, said = self.tool("4.6.0", "--dry-run")
         self.assertEqual(status, 0, said)
-        self.assertIn("version 0.1.0 -> 0.2.0 in: packaging/rust/x/Cargo.toml, src/api.h\n", said)
-        self.assertIn("would write: CHANGELOG.md, packaging/rust/x/Cargo.toml, src/api.h, tieredkv.h, tieredkv_cuda.cu, tools/names/0.2.0.txt\n", said)
+        self.assertIn("version 4.5.6 -> 4.6.0 in: packaging/rust/x/Cargo.toml, src/api.h\n", said)
+        self.assertIn("would write: CHANGELOG.md, packaging/rust/x/Cargo.toml, src/api.h, tieredkv.h, tieredkv_cuda.cu, tools/names/4.6.0.txt\n", said)
         self.assertEqual(self.git("status", "--porcelain"), "")
 
     def test_lists_the_old_version_elsewhere(self):
-        self.write("page.txt", "one\nsee 0.1.0 of it, not 10.1.0 and 0.1.0.2\nnot 0.1.01\n")
+        self.write("page.txt", "one\nsee 4.5.6 of it, not 14.5.6 and 4.5.6.2\nnot 4.5.67\n")
         self.commit()
-        self.assertIn("still 0.1.0: page.txt:2: see 0.1.0 of it", self.tool("0.2.0", "--dry-run")[1])
-        self.assertNotIn("page.txt:3", self.tool("0.2.0", "--dry-run")[1])
+        self.assertIn("still 4.5.6: page.txt:2: see 4.5.6 of it", self.tool("4.6.0", "--dry-run")[1])
+        self.assertNotIn("page.txt:3", self.tool("4.6.0", "--dry-run")[1])
 
     def test_refuses(self):
-        self.refuses("no version such as 0.2.0", "0.2")
-        self.refuses("0.0.9 is older than 0.1.0", "0.0.9")
-        self.git("tag", "v0.3.0")
-        self.refuses("there is a tag v0.3.0 already", "0.3.0")
+        self.refuses("no version such as 0.2.0", "4.6")
+        self.refuses("4.4.9 is older than 4.5.6", "4.4.9")
+        self.git("tag", "v4.7.0")
+        self.refuses("there is a tag v4.7.0 already", "4.7.0")
         self.write("new.txt", "x\n")
-        self.refuses("not clean", "0.2.0")
+        self.refuses("not clean", "4.6.0")
         os.remove(os.path.join(self.place, "new.txt"))
         self.write("CHANGELOG.md", "# Changelog\n\n## Unreleased\n\n## 0.0.9, 2020-01-01\n\n**Old.**\n")
         self.commit()
-        self.refuses("no section `## Unreleased` with something in it", "0.2.0")
+        self.refuses("no section `## Unreleased` with something in it", "4.6.0")
 
     def test_a_failing_check_fails(self):
         self.write("tests/test_house.py", "raise SystemExit('a test fails')\n")
         self.commit()
-        status, said = self.tool("0.2.0")
+        status, said = self.tool("4.6.0")
         self.assertEqual(status, 1)
         self.assertIn("a test fails", said)
         self.assertNotIn("git tag", said)

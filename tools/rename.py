@@ -127,6 +127,11 @@ class Table:
             elif line.startswith("    ") and " -> " in line:
                 left, right = line.strip().split(" -> ", 1)
                 self.add(section, left, right)
+        for name in self.renames:  # a name that has changed twice gets its newest name
+            for _ in self.renames:
+                if self.renames[name] not in self.renames:
+                    break
+                self.renames[name] = self.renames[self.renames[name]]
 
     def add(self, section, left, right):
         call, target = re.match(r"(\w+)\((.*)\)$", left), re.match(r"(\w+)\((.*)\)$", right)
