@@ -1330,8 +1330,10 @@
  *     the same with -DTKV_CORE -DTKV_NO_REPORTS                                         320 KB
  *
  *   To update, put the new header in the place of the old one. tools/rename.py of the repository brings a tree to new
- *   names, by the tables of CHANGELOG.md, and lists what needs a person. A shared library and a program that were
- *   compiled with different headers find out by tkv_get_build, as R1 does.
+ *   names, by the tables of CHANGELOG.md, and lists what needs a person. Until 1.0 structs may grow with each minor
+ *   version, so compile programs and shared libraries again. Where both were compiled with different headers, they
+ *   find out by tkv_get_build, as R1 does. The canaries at both ends of tkv_config find a config of another size, and
+ *   one that was not filled with zeros.
  *
  *   C. TKV_STATIC before the include makes a program of one file. Where a compiler should warn of a status that is
  *   not read, take the header from a system folder (gcc, clang):
