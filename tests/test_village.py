@@ -21,7 +21,7 @@ ROOT = programs.ROOT
 LOVE = os.path.join(ROOT, "examples", "love")
 NAMES = "Antonio_Rostov", "Antonio Rostov"  # whom the scene selects at its start
 SLOW = "sanitize" in os.environ.get("TKV_TEST_CFLAGS", "")
-FRAME_MS = 2  # most processor time that 99 % of frames may take for the cache
+FRAME_MS = 1, 2  # most processor time for the cache's work in half of the frames, and in 99 % of them
 
 
 def read(name):
@@ -135,6 +135,7 @@ key return
 type What is thy news tonight?
 shot {shot}
 key return
+until speaking
 wait .4
 key i
 until silent
@@ -144,15 +145,14 @@ key n
 until done
 key s
 until done
+frames 120
 quit
 """
-    LOAD = """wait .2
-key l
+    LOAD = """key l
 until done
 key return
 type Who art thou?
 key return
-wait .2
 until silent
 quit
 """
@@ -179,9 +179,10 @@ quit
 
     def check_frames(self, log, what):
         log.print_times(what)
-        self.assertGreater(len(log.frames), 30)
+        self.assertGreater(len(log.frames), 120)
         if not SLOW:
-            self.assertLess(log.percentile(3, 99), FRAME_MS)
+            self.assertLess(log.percentile(3, 50), FRAME_MS[0])
+            self.assertLess(log.percentile(3, 99), FRAME_MS[1])
 
     def test_talk_interrupt_save_and_restore(self):
         shot = os.path.join(self.place, "shot" + self.PICTURE)
@@ -260,12 +261,27 @@ class Sdl(Scene, unittest.TestCase):
     def test_is_short(self):
         self.assertLess(len(read("village_sdl.c").splitlines()), 400)
 
+    def test_forgets(self):
+        """Who has heard too much forgets its oldest own tokens, speaks on, and is interrupted, saved and restored."""
+        question = "key return\ntype Tell me of the river, the mill, the horse, the sword and thy mother.\nkey return\n"
+        log = self.play("until silent\nkey s\nuntil done\n" + 12 * (question + "until silent\n") +
+                        "next\nuntil done\nkey tab\nuntil speaking\nkey i\nuntil silent\nuntil done\nnext\nuntil done\n"
+                        "key s\nuntil done\nkey l\nuntil done\nquit\n", "--silent")
+        self.assertEqual(log.of("refused"), [])
+        self.assertEqual(set(log.of("forgot")), {NAMES[1] + " 256"})
+        self.assertEqual(len(log.of("said")), 12)
+        self.assertEqual(*(line.split()[-1] for line in log.of("next")))  # the interrupted answer leaves nothing
+        first, last = [line.split()[2:] for line in log.of("saved")]
+        n_tokens = 1512 * int(last[1]) // int(first[1])
+        self.assertTrue(1512 < n_tokens <= 1984, n_tokens)
+        self.assertEqual(log.of("loaded")[0].split()[2:], last[2:])
+
     def test_whole_village(self):
         """All 100 people read, talk, remember their number, and are saved, within the budget: a minute or two."""
         if not programs.STRICT:
             self.skipTest("TKV_TEST_STRICT is not 1")
         log = self.play("until read\nwait 5\nkey g\nwait 3\nkey c\nuntil done\nkey a\nuntil done\n" + 2 * (
-            "key return\ntype Who art thou?\nkey return\nwait .2\nuntil silent\nkey l\nuntil done\n") + "quit\n")
+            "key return\ntype Who art thou?\nkey return\nuntil silent\nkey l\nuntil done\n") + "quit\n")
         self.check_frames(log, "whole village")
         self.assertEqual(len(log.of("read")), 100)
         self.assertEqual(log.of("refused"), [])

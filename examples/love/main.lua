@@ -9,16 +9,19 @@ local ffi = require "ffi"
 local source = love.filesystem.getSource()
 local C, village, view
 local keep -- options: strings that C has pointers to
-local fonts, houses, glow, ground = {}, {}, nil, nil
+local fonts = {}
+local scene -- the whole window as it stands between two paintings of the panel: an opaque canvas
+local sprites, house, glow, white -- one texture and its parts, so that one draw call draws all houses
 
 local MAP = {x = 24, y = 46, w = 830, h = 640}
-local PANEL = {x = 900, w = 356}
+local PANEL = {x = 900, w = 356, graph = 646, ms = 60 / 20} -- the foot of the graph of frames, points for a millisecond
 local LIMIT_US = 1000 -- of a frame's work on the cache; the promise is 2 ms
 local TIERS = {{"shared prompt", {.48, .53, .58}}, {"archive, 3 bits", {.25, .49, .88}},
   {"warm, 4 bits", {.93, .72, .24}}, {"hot, exact", {.96, .36, .26}}}
 local FAMILIES = {{.72, .33, .27}, {.34, .50, .68}, {.62, .48, .72}, {.38, .58, .42}, {.74, .56, .30}}
 local AWAY, READING, SILENT, LISTENING, SPEAKING = 0, 1, 2, 3, 4
 local KINDS = {[0] = {.55, .82, .95}, {.97, .93, .84}, {.62, .70, .66}, {.93, .72, .24}, {.45, .42, .42}}
+local WHITE, GREY, WORK = {.96, .94, .90}, {.62, .66, .68}, {.30, .80, .70}
 
 local function color(c, alpha, light)
   light = light or 1
@@ -57,12 +60,6 @@ function love.load()
   village = C.village_create(o, reason, 256)
   if village == nil then error(ffi.string(reason), 0) end
   for _, size in ipairs {11, 12, 14, 22} do fonts[size] = love.graphics.newFont(size) end
-  local data = love.image.newImageData(64, 64)
-  data:mapPixel(function(x, y)
-    local d = math.sqrt((x - 31.5) ^ 2 + (y - 31.5) ^ 2) / 32
-    return 1, 1, 1, math.max(0, 1 - d) ^ 2
-  end)
-  glow = love.graphics.newImage(data)
   love.keyboard.setKeyRepeat(true)
 end
 
@@ -88,51 +85,63 @@ function love.mousepressed(x, y)
 end
 
 -- >>the map
-local function place(p) return MAP.x + p.x * MAP.w, MAP.y + p.y * MAP.h end
+local function place(p) return math.floor(MAP.x + p.x * MAP.w), math.floor(MAP.y + p.y * MAP.h) end
 
--- Draws what a person remembers as a line of tiers, `full` tokens wide.
-local function draw_tiers(p, x, y, w, h, full)
-  local parts = {p.n_shared, p.n_own[2], p.n_own[1], p.n_own[0]}
-  love.graphics.setColor(0, 0, 0, .45)
-  love.graphics.rectangle("fill", x - 1, y - 1, w + 2, h + 2, 2)
-  for i, n in ipairs(parts) do
-    color(TIERS[i][2])
-    love.graphics.rectangle("fill", x, y, w * n / full, h)
-    x = x + w * n / full
+-- Paints a house of each family, a light and a white field into one texture. Slanted edges are smooth.
+local function paint_sprites()
+  local light = love.image.newImageData(64, 64)
+  light:mapPixel(function(x, y)
+    local d = math.sqrt((x - 31.5) ^ 2 + (y - 31.5) ^ 2) / 32
+    return 1, 1, 1, math.max(0, 1 - d) ^ 2
+  end)
+  sprites, house = love.graphics.newCanvas(280, 64, {msaa = 4}), {}
+  love.graphics.setCanvas(sprites)
+  for family, c in ipairs(FAMILIES) do
+    local x = 40 * family - 40
+    house[family] = love.graphics.newQuad(x, 0, 40, 40, sprites)
+    love.graphics.setColor(0, 0, 0, .3)
+    love.graphics.ellipse("fill", x + 20, 31, 17, 5)
+    color {.60, .54, .45}
+    love.graphics.rectangle("fill", x + 9, 17, 22, 14)
+    color(c, 1, .8)
+    love.graphics.rectangle("fill", x + 26, 6, 4, 9)
+    color(c)
+    love.graphics.polygon("fill", x + 5, 18, x + 35, 18, x + 20, 4)
+    color {.26, .20, .16}
+    love.graphics.rectangle("fill", x + 22, 21, 6, 10)
   end
+  love.graphics.setColor(1, 1, 1)
+  love.graphics.draw(love.graphics.newImage(light), 200, 0)
+  glow = love.graphics.newQuad(200, 0, 64, 64, sprites)
+  love.graphics.rectangle("fill", 264, 0, 16, 16)
+  white = love.graphics.newQuad(268, 4, 8, 8, sprites)
+  love.graphics.setCanvas()
 end
 
-local function draw_glow(x, y, size, r, g, b, alpha)
-  love.graphics.setBlendMode("add")
-  love.graphics.setColor(r, g, b, alpha)
-  love.graphics.draw(glow, x, y, 0, size / 64, size / 64, 32, 32)
-  love.graphics.setBlendMode("alpha")
-end
-
--- Draws once what does not change: meadow, roads, square and trees. Slanted edges are smooth in it.
-local function paint_ground()
+-- Paints what does not change: meadow, roads, square and trees.
+local function paint_map()
   local cx, cy = MAP.x + MAP.w / 2, MAP.y + MAP.h / 2
-  local canvas = love.graphics.newCanvas(880, 720, {msaa = 4})
+  local canvas = love.graphics.newCanvas(1280, 720, {msaa = 4})
   love.graphics.setCanvas(canvas)
   love.graphics.clear(.060, .080, .105)
   for i = 1, 10 do
     love.graphics.setColor(.125, .205, .160, .22)
     love.graphics.ellipse("fill", cx, cy, MAP.w * (.62 - .012 * i), MAP.h * (.62 - .012 * i), 96)
   end
+  love.graphics.setLineWidth(5)
   for i = 0, 99 do
     local p = view.person[i]
     local x, y = place(p)
     local to_x, to_y = cx, cy
     if p.road_to >= 0 then to_x, to_y = place(view.person[p.road_to]) end
     love.graphics.setColor(.29, .265, .22)
-    love.graphics.setLineWidth(5)
     love.graphics.line(x, y, to_x, to_y)
     love.graphics.circle("fill", x, y, 4)
   end
   love.graphics.setColor(.30, .275, .235)
   love.graphics.ellipse("fill", cx, cy, 54, 34, 64)
+  love.graphics.setColor(.40, .38, .35)
   for i = 0, 9 do -- stones around the fire
-    love.graphics.setColor(.40, .38, .35)
     love.graphics.circle("fill", cx + 15 * math.cos(i * .628), cy + 1 + 8 * math.sin(i * .628), 3)
   end
   for i = 0, 59 do
@@ -144,58 +153,65 @@ local function paint_ground()
     love.graphics.setColor(.125, .235, .160)
     love.graphics.circle("fill", x - 2, y - 3, 6)
   end
-  love.graphics.setCanvas()
-  return canvas
-end
-
--- Draws the house of a family once: [1] with people in it, [0] without.
-local function paint_house(family, is_lived_in)
-  local canvas, light = love.graphics.newCanvas(40, 40, {msaa = 4}), is_lived_in == 1 and 1 or .55
-  love.graphics.setCanvas(canvas)
-  love.graphics.setColor(0, 0, 0, .3)
-  love.graphics.ellipse("fill", 20, 31, 17, 5)
-  color({.60, .54, .45}, 1, light)
-  love.graphics.rectangle("fill", 9, 17, 22, 14)
-  color(FAMILIES[family], 1, light * .8)
-  love.graphics.rectangle("fill", 26, 6, 4, 9)
-  color(FAMILIES[family], 1, light)
-  love.graphics.polygon("fill", 5, 18, 35, 18, 20, 4)
-  color({.26, .20, .16}, 1, light)
-  love.graphics.rectangle("fill", 22, 21, 6, 10)
-  love.graphics.setCanvas()
-  return canvas
-end
-
-local function draw_ground(time)
-  local cx, cy = MAP.x + MAP.w / 2, MAP.y + MAP.h / 2
-  love.graphics.setBlendMode("alpha", "premultiplied")
+  color(GREY, .9)
+  love.graphics.setFont(fonts[11])
+  love.graphics.print(ffi.string(C.village_help()), 16, 700)
+  scene = love.graphics.newCanvas(1280, 720) -- without samples: it is copied to the window in each frame
+  scene:setFilter("nearest", "nearest")
+  love.graphics.setCanvas(scene)
+  love.graphics.setBlendMode("replace", "premultiplied")
   love.graphics.setColor(1, 1, 1)
-  love.graphics.draw(ground)
+  love.graphics.draw(canvas)
   love.graphics.setBlendMode("alpha")
-  for i, c in ipairs {{.95, .35, .12, 9, 22}, {1, .62, .20, 6, 16}, {1, .88, .50, 3, 10}} do -- the fire on the square
+  love.graphics.setCanvas()
+end
+
+local function fill(x, y, w, h) love.graphics.draw(sprites, white, x, y, 0, w / 8, h / 8) end
+
+-- Draws what a person remembers as a line of tiers, `w` points for 2,048 tokens.
+local function draw_tiers(p, x, y, w, h)
+  love.graphics.setColor(0, 0, 0, .45)
+  fill(x - 1, y - 1, w + 2, h + 2)
+  for i = 1, 4 do
+    local part = w / 2048 * (i == 1 and p.n_shared or p.n_own[4 - i])
+    color(TIERS[i][2])
+    fill(x, y, part, h)
+    x = x + part
+  end
+end
+
+-- Adds light, where colours are premultiplied: without alpha, they are added.
+local function draw_glow(x, y, size, r, g, b)
+  love.graphics.setColor(r, g, b, 0)
+  love.graphics.draw(sprites, glow, x, y, 0, size / 64, size / 64, 32, 32)
+end
+
+local function draw_fire(time) -- on the square
+  local cx, cy = MAP.x + MAP.w / 2, MAP.y + MAP.h / 2
+  for i, c in ipairs {{.95, .35, .12, 9, 22}, {1, .62, .20, 6, 16}, {1, .88, .50, 3, 10}} do
     local sway = 2 * math.sin(time * 5 + i)
     love.graphics.setColor(c[1], c[2], c[3])
     love.graphics.polygon("fill", cx - c[4], cy, cx + sway, cy - c[5] - 2 * math.sin(time * 9 + i), cx + c[4], cy)
     love.graphics.ellipse("fill", cx, cy, c[4], c[4] / 2)
   end
-  draw_glow(cx, cy - 6, 210 + 12 * math.sin(time * 5), 1, .5, .15, .45)
+  draw_glow(cx, cy - 6, 210 + 12 * math.sin(time * 5), .45, .22, .07)
 end
 
 local function draw_house(i, time)
   local p = view.person[i]
   local x, y = place(p)
-  love.graphics.setColor(1, 1, 1)
-  love.graphics.draw(houses[p.family + 1][p.state ~= AWAY and 1 or 0], x - 20, y - 30)
-  local window = {.13, .14, .17}
-  if p.state == SPEAKING then window = {1, .86, .45}
-  elseif p.state == LISTENING then window = {.62, .85, 1}
-  elseif p.state == READING then window = {.95, .95, .85} end
-  color(window)
-  love.graphics.rectangle("fill", x - 8, y - 9, 7, 6)
-  if p.state == SPEAKING then draw_glow(x - 4, y - 6, 90 + 6 * math.sin(time * 4 + i), 1, .72, .3, .8)
-  elseif p.state == LISTENING then draw_glow(x - 4, y - 6, 60, .4, .7, 1, .5)
-  elseif p.state == READING then draw_glow(x - 4, y - 6, 60, .9, .9, .7, .5) end
-  draw_tiers(p, x - 23, y + 5, 46, 4, 2048)
+  local light = p.state == AWAY and .55 or 1
+  love.graphics.setColor(light, light, light)
+  love.graphics.draw(sprites, house[p.family + 1], x - 20, y - 30)
+  if p.state == SPEAKING then love.graphics.setColor(1, .86, .45)
+  elseif p.state == LISTENING then love.graphics.setColor(.62, .85, 1)
+  elseif p.state == READING then love.graphics.setColor(.95, .95, .85)
+  else love.graphics.setColor(.13, .14, .17) end
+  fill(x - 8, y - 9, 7, 6)
+  if p.state == SPEAKING then draw_glow(x - 4, y - 6, 90 + 6 * math.sin(time * 4 + i), .80, .58, .24)
+  elseif p.state == LISTENING then draw_glow(x - 4, y - 6, 60, .20, .35, .50)
+  elseif p.state == READING then draw_glow(x - 4, y - 6, 60, .45, .45, .35) end
+  draw_tiers(p, x - 23, y + 5, 46, 4)
 end
 
 local function draw_selected()
@@ -237,11 +253,9 @@ local function write(size, c, text, align)
   love.graphics.printf(text, PANEL.x, y, PANEL.w, align or "left")
 end
 
-local WHITE, GREY = {.96, .94, .90}, {.62, .66, .68}
-
 local function draw_bar(label, bytes, most, c)
   write(12, GREY, label)
-  write(12, WHITE, bytes > 0 and commas(bytes / 1000) .. " KB" or "-", "right")
+  write(12, WHITE, bytes > 0 and commas(bytes / 1024) .. " KB" or "-", "right")
   love.graphics.setColor(0, 0, 0, .4)
   love.graphics.rectangle("fill", PANEL.x + 74, y + 4, 200, 8, 2)
   color(c)
@@ -259,23 +273,23 @@ local function draw_memory()
   love.graphics.rectangle("fill", PANEL.x, y, PANEL.w * share, 16, 4)
   write(12, WHITE, string.format("%.1f of %.0f MB", view.used / 1048576, view.budget / 1048576), "center")
   y = y + 21
-  write(12, GREY, string.format("FP16: %.0f MB. These tiers, nothing shared: %.0f MB", view.fp16 / 1048576,
+  write(12, GREY, string.format("in FP16: %.0f MB   compressed, but not shared: %.0f MB", view.fp16 / 1048576,
     view.unshared / 1048576))
   y = y + 16
-  write(12, GREY, string.format("%d of 100 pasts read, %s tokens/s, level %d of %d", view.n_read,
+  write(12, GREY, string.format("%d of 100 awake   %s tokens/s   compression %d of %d", view.n_read,
     commas(view.tokens_per_second), view.level, math.max(0, view.n_levels - 1)))
   y = y + 30
 end
 
 local function draw_person()
   local p = view.person[view.selected]
-  local states = {[AWAY] = "is not here yet", "reads", "is silent", "listens", "speaks"}
+  local states = {[AWAY] = "is asleep", "wakes up", "is silent", "listens", "speaks"}
   love.graphics.setFont(fonts[14])
   color(FAMILIES[p.family + 1], 1, 1.35)
   love.graphics.print(ffi.string(p.name), PANEL.x, y)
   write(12, GREY, states[p.state], "right")
   y = y + 22
-  draw_tiers(p, PANEL.x, y, PANEL.w, 12, 2048)
+  draw_tiers(p, PANEL.x, y, PANEL.w, 12)
   y = y + 17
   local counts = {p.n_shared, p.n_own[2], p.n_own[1], p.n_own[0]}
   for i, tier in ipairs(TIERS) do
@@ -321,53 +335,69 @@ local function draw_talk()
   end
 end
 
-local function draw_frames()
-  y = 566
-  local scale, n, base = 60 / 20, 240, 646
-  write(12, GREY, string.format("cache work in a frame: 99 %% below %.2f ms", view.cache_p99_ms))
-  write(12, GREY, love.timer.getFPS() .. " frames/s", "right")
-  love.graphics.setColor(0, 0, 0, .35)
-  love.graphics.rectangle("fill", PANEL.x, base - 60, PANEL.w, 60)
-  for i = 0, n - 1 do
-    local at = (view.n_frames + i) % n
-    local x = PANEL.x + i * PANEL.w / n
-    love.graphics.setColor(.32, .36, .40)
-    love.graphics.rectangle("fill", x, base - math.min(60, view.frame_ms[at] * scale), 1.2, 2)
-    color({.30, .80, .70})
-    local h = math.min(60, view.cache_ms[at] * scale)
-    love.graphics.rectangle("fill", x, base - h, 1.2, h)
-  end
-  for ms, c in pairs {[2] = TIERS[4][2], [16.7] = GREY} do
-    color(c, .7)
-    love.graphics.setLineWidth(1)
-    love.graphics.line(PANEL.x, base - ms * scale, PANEL.x + PANEL.w, base - ms * scale)
-    love.graphics.setFont(fonts[11])
-    love.graphics.print(ms .. " ms", PANEL.x + 2, base - ms * scale - 13)
-  end
-  y = 655
-  write(12, KINDS[3], ffi.string(view.message))
-end
+local function graph_height(ms) return math.min(60, ms * PANEL.ms) end
 
-function love.draw()
-  local time = love.timer.getTime()
-  if not ground then
-    ground = paint_ground()
-    for family = 1, 5 do houses[family] = {[0] = paint_house(family, 0), paint_house(family, 1)} end
-  end
-  draw_ground(time)
-  for i = 0, 99 do draw_house(i, time) end
-  draw_selected()
-  for i = 0, 99 do draw_bubble(i) end
+-- Paints the panel into the scene, ten times a second. The graph of frames is drawn over it in each frame.
+local function paint_panel()
+  love.graphics.setCanvas(scene)
   love.graphics.setColor(.085, .105, .125)
   love.graphics.rectangle("fill", PANEL.x - 20, 0, 400, 720)
   y = 20
   draw_memory()
   draw_person()
   draw_talk()
-  draw_frames()
+  y = 566
+  write(12, GREY, string.format("work on the cache, 99 %% of frames: below %.2f ms", view.cache_p99_ms))
+  write(12, GREY, love.timer.getFPS() .. " frames/s", "right")
+  love.graphics.setColor(0, 0, 0, .35)
+  love.graphics.rectangle("fill", PANEL.x, PANEL.graph - 60, PANEL.w, 60)
   love.graphics.setFont(fonts[11])
-  color(GREY, .9)
-  love.graphics.print(ffi.string(C.village_help()), 16, 700)
+  love.graphics.setLineWidth(1)
+  for ms, c in pairs {[2] = TIERS[4][2], [16.7] = GREY} do
+    local at = PANEL.graph - graph_height(ms)
+    color(c, .7)
+    love.graphics.line(PANEL.x, at, PANEL.x + PANEL.w, at)
+    love.graphics.print(ms .. (ms < 3 and " ms" or " ms: 60 frames/s"), PANEL.x + 2, at - 13)
+  end
+  y = 655
+  write(12, KINDS[3], ffi.string(view.message))
+  love.graphics.setCanvas()
+end
+
+local function draw_frames()
+  local n, step = 240, PANEL.w / 240
+  for i = 0, n - 1 do
+    local at = (view.n_frames + i) % n
+    local x, h = PANEL.x + i * step, graph_height(view.cache_ms[at])
+    color(GREY, .6)
+    fill(x, PANEL.graph - graph_height(view.frame_ms[at]), 1.2, 2)
+    color(WORK)
+    fill(x, PANEL.graph - h, 1.2, h)
+  end
+end
+
+local panel_due = 0
+
+function love.draw()
+  local time = love.timer.getTime()
+  if not scene then
+    paint_sprites()
+    paint_map()
+  end
+  if time >= panel_due then
+    paint_panel()
+    panel_due = time + .1
+  end
+  love.graphics.setColor(1, 1, 1)
+  love.graphics.setBlendMode("replace", "premultiplied")
+  love.graphics.draw(scene)
+  love.graphics.setBlendMode("alpha", "premultiplied")
+  draw_fire(time)
+  for i = 0, 99 do draw_house(i, time) end
+  love.graphics.setBlendMode("alpha")
+  draw_frames()
+  draw_selected()
+  for i = 0, 99 do draw_bubble(i) end
   local shot = ffi.string(view.shot)
   if shot ~= "" then
     love.graphics.captureScreenshot(function(image)

@@ -2,7 +2,9 @@
  * play.h - the keys of the village, and scripts that press them. Part of village.c.
  *
  * A script has one command a line; # begins a comment:
- *     wait SECONDS | until read | until silent | until done     everybody's past; the selected person; all wishes
+ *     wait SECONDS | frames NUMBER
+ *     until read | until done             all pasts are read; all wishes are served
+ *     until silent | until speaking       the selected person is
  *     key NAME | type TEXT                                      as a player does
  *     next                                                      writes the selected person's next token to the log
  *     shot FILE | quit
@@ -89,13 +91,14 @@ static int is_reached(const village *v, const char *what) {
     if (strcmp(what, "read") == 0) return v->view.n_read == PEOPLE;
     if (strcmp(what, "silent") == 0)
         return !v->n_requests && v->view.person[v->view.selected].state == VILLAGE_SILENT;
+    if (strcmp(what, "speaking") == 0) return v->view.person[v->view.selected].state == VILLAGE_SPEAKING;
     return !v->n_requests && !v->n_wishes;
 }
 
 /* Runs commands of the script until one has to wait. */
 static void play_script(village *v, double now) {
     struct play *play = &v->play;
-    while (play->at && *play->at && now >= play->resume) {
+    while (play->at && *play->at && now >= play->resume && v->view.n_frames >= play->resume_frame) {
         char line[256], *rest = line, *end = strchr(play->at, '\n');
         const size_t n = end ? (size_t)(end - play->at) : strlen(play->at);
         snprintf(line, sizeof line, "%.*s", (int)n, play->at);
@@ -104,12 +107,13 @@ static void play_script(village *v, double now) {
         if (strcmp(line, "until") == 0 && !is_reached(v, rest)) return;
         play->at += n + (end != NULL);
         if (strcmp(line, "wait") == 0) play->resume = now + atof(rest);
+        else if (strcmp(line, "frames") == 0) play->resume_frame = v->view.n_frames + atoi(rest);
         else if (strcmp(line, "key") == 0) village_key(v, rest);
         else if (strcmp(line, "type") == 0) village_type(v, rest);
         else if (strcmp(line, "next") == 0) add_request(v, v->view.selected, WISH_NEXT, 0, "");
         else if (strcmp(line, "quit") == 0) v->view.quits = 1;
         else if (strcmp(line, "shot") == 0) {
-            snprintf(v->view.shot, sizeof v->view.shot, "%s", rest);
+            snprintf(v->view.shot, sizeof v->view.shot, "%.199s", rest);
             return;
         }
         /* what a key asks for is seen by the next frame */

@@ -34,9 +34,9 @@ enum {
     PROMPT = 512,
     PAST = 1000,
     CHUNK = 32, /* tokens that the model reads at once: a layer of them holds the lock for about half a ms */
-    LEARN = 2048,    /* tokens that tables are made from */
-    REMEMBER = 1984, /* tokens of a person; the model's context ends at 2,048 */
-    FORGET = 256,    /* oldest tokens of its own that it forgets then */
+    LEARN = 2048,  /* tokens that tables are made from */
+    MEMORY = 1984, /* most tokens of a person after a speech; the model's context ends at 2,048 */
+    FORGET = 256,  /* oldest tokens of its own that it forgets where more would come */
     QUEUE = 256,
     REPLY = 48, /* most tokens of a speech */
     DIGITS = 5,
@@ -84,7 +84,8 @@ struct village {
     int n_forked, has_prompt; /* people who are here; 1: the prompt's sequence is */
     struct play {             /* play.h */
         char *script, *at;
-        double resume;
+        double resume; /* the next command waits for this time, and for this frame */
+        int resume_frame;
     } play;
     FILE *log;
     char folder[512];
@@ -181,23 +182,39 @@ static tkv_status read_tokens(village *v, int seq, const int *tokens, int n, flo
     return status;
 }
 
-/* A person reads or says tokens. A refusal is told, and ends what it does. */
-static int remember(village *v, int who, const int *tokens, int n) {
+/* Tells why the cache refused tokens of a person, and ends what the person does. */
+static void refuse(village *v, int who, tkv_status status) {
     villager *p = &v->of[who];
-    tkv_status status = TKV_OK;
-    if (next_position(v, who) + n > REMEMBER) { /* its oldest own tokens go, and the others move up */
-        status = tkv_seq_remove(v->kv, who, PROMPT, PROMPT + FORGET);
-        if (status == TKV_OK) status = tkv_seq_shift(v->kv, who, PROMPT + FORGET, TKV_UNLIMITED, -FORGET);
-    }
-    if (status == TKV_OK) status = read_tokens(v, who, tokens, n, p->logits);
-    if (status == TKV_OK) {
-        p->last = tokens[n - 1];
-        return 1;
-    }
     snprintf(v->message, sizeof v->message, "%s: %s", p->name, fault_of(v, status));
     tell(v, "refused %s: %s\n", p->name, fault_of(v, status));
     p->speaks = p->n_queued = p->n_heard = p->is_asked = 0;
-    return 0;
+}
+
+/* A person reads or says tokens. Returns 0 after a refusal. */
+static int remember(village *v, int who, const int *tokens, int n) {
+    villager *p = &v->of[who];
+    const tkv_status status = read_tokens(v, who, tokens, n, p->logits);
+    if (status == TKV_OK) p->last = tokens[n - 1];
+    else refuse(v, who, status);
+    return status == TKV_OK;
+}
+
+/* A person forgets its oldest own tokens until n more fit. Later ones move up. */
+static int make_room(village *v, int who, int n) {
+    tkv_status status = TKV_OK;
+    int n_forgotten = 0;
+    while (status == TKV_OK && next_position(v, who) + n > MEMORY) {
+        status = tkv_seq_remove(v->kv, who, PROMPT, PROMPT + FORGET);
+        if (status == TKV_OK) status = tkv_seq_shift(v->kv, who, PROMPT + FORGET, TKV_UNLIMITED, -FORGET);
+        n_forgotten += FORGET;
+    }
+    if (status != TKV_OK) refuse(v, who, status);
+    else if (n_forgotten) {
+        snprintf(v->message, sizeof v->message, "%s forgets its oldest %d tokens", v->of[who].name,
+                 n_forgotten);
+        tell(v, "forgot %s %d\n", v->of[who].name, n_forgotten);
+    }
+    return status == TKV_OK;
 }
 
 /* The attention of the newest token once more, without an append, while the lock is held. */
@@ -247,7 +264,7 @@ static int choose_token(const village *v, villager *p) {
 
 /* A person shall hear a text. Words that do not fit into the queue are lost, and so are those of a former text. */
 static void hear(village *v, int who, const char *text) {
-    int tokens[VILLAGE_TEXT * 2];
+    int tokens[VILLAGE_TEXT * 2 + 2];
     villager *p = &v->of[who];
     const int n = llama_tokenize(&v->model, text, strlen(text), 0, tokens);
     p->n_queued = n < QUEUE ? n : QUEUE;
@@ -276,6 +293,7 @@ static void listen(village *v, int who) { /* to the next words of its queue */
     villager *p = &v->of[who];
     const int n = p->n_queued - p->n_heard < CHUNK ? p->n_queued - p->n_heard : CHUNK;
     if (p->n_heard == 0) {
+        if (!make_room(v, who, p->n_queued + REPLY)) return;
         p->undo_length = tkv_get_length(v->kv, who, TKV_ALL_LAYERS);
         p->undo_last = p->last;
     }
@@ -418,8 +436,8 @@ static void save_person(village *v, int who) {
     p->file_bytes = (int)size;
     tell(v, "saved %s %d %d %08x %d\n", p->name, (int)size, fp16, thought,
          llama_argmax(p->logits, v->model.vocab));
-    snprintf(v->message, sizeof v->message, "%s is saved: %d KB (FP16: %d KB)", p->name, (int)(size / 1000),
-             fp16 / 1000);
+    snprintf(v->message, sizeof v->message, "%s is saved: %d KB (FP16: %d KB)", p->name, (int)(size / 1024),
+             fp16 / 1024);
 }
 
 /* Loads a person into the spare sequence. If that succeeds, it takes the place of the present one. */
@@ -471,7 +489,7 @@ static void load_person(village *v, int who) {
         const unsigned thought = think(v, who);
         tell(v, "loaded %s %08x %d\n", p->name, thought, llama_argmax(p->logits, v->model.vocab));
         add_line(p, VILLAGE_NOTE, "Restored from its file.");
-        snprintf(v->message, sizeof v->message, "%s is restored from %d KB", p->name, (int)(size / 1000));
+        snprintf(v->message, sizeof v->message, "%s is restored from %d KB", p->name, (int)(size / 1024));
     }
     (void)tkv_seq_reset(v->kv, SPARE);
     free(bytes);
@@ -699,13 +717,14 @@ static void add_request(village *v, int who, int wishes, int interrupts, const c
     snprintf(r->text, sizeof r->text, "%s", text);
 }
 
+#include "map.h"
 #include "play.h"
 
 const village_view *village_frame(village *v, int limit_us) {
     village_view *view = &v->view;
     const double start = latency_now(), processor = thread_seconds(), deadline = start + 1e-6 * limit_us;
     const float frame = v->frame_start > 0 ? (float)(1e3 * (start - v->frame_start)) : 0;
-    int in_time = take_lock(v, deadline);
+    const int in_time = take_lock(v, deadline);
     v->frame_start = start;
     if (in_time) {
         int n_left = 0;
@@ -716,11 +735,10 @@ const village_view *village_frame(village *v, int limit_us) {
         look_at_people(v);
         pthread_mutex_unlock(&v->lock);
     }
-    const float cache = (float)(1e3 * (latency_now() - start)),
-                used = (float)(1e3 * (thread_seconds() - processor));
+    const double by_clock = 1e3 * (latency_now() - start);
     const int at = view->n_frames++ % VILLAGE_FRAMES;
     view->frame_ms[at] = frame;
-    view->cache_ms[at] = cache;
+    view->cache_ms[at] = (float)(1e3 * (thread_seconds() - processor));
     if (at % 30 == 29) {
         float times[VILLAGE_FRAMES];
         const int n = view->n_frames < VILLAGE_FRAMES ? view->n_frames : VILLAGE_FRAMES;
@@ -729,70 +747,14 @@ const village_view *village_frame(village *v, int limit_us) {
         view->cache_p99_ms = times[n * 99 / 100];
     }
     if (v->log)
-        fprintf(v->log, "frame %d %.3f %.3f %.3f %d %d %.0f\n", view->n_frames, (double)frame, (double)cache,
-                (double)used, in_time, view->n_read, view->used);
+        fprintf(v->log, "frame %d %.3f %.3f %.3f %d %d %.0f\n", view->n_frames, (double)frame, by_clock,
+                (double)view->cache_ms[at], in_time, view->n_read, view->used);
     view->shot[0] = 0;
     play_script(v, start);
     return view;
 }
 
 /* >>life */
-/* Places the houses: seeds of a sunflower around the square, and a sector for each family. Roads lead inwards. */
-static void build_village(village *v) {
-    float place[PEOPLE][3]; /* x, y, angle */
-    int by_y[PEOPLE], by_angle[PEOPLE], n_of[5] = {0, 0, 0, 0, 0};
-    village_person *person = v->view.person;
-    for (int i = 0; i < PEOPLE; i++) {
-        const double r = sqrt((i + 4.0) / (PEOPLE + 4)), turn = 2.399963 * (i + 4);
-        place[i][0] = (float)(.5 + .46 * r * cos(turn));
-        place[i][1] = (float)(.5 + .45 * r * sin(turn));
-        place[i][2] = (float)atan2(sin(turn), cos(turn));
-        by_y[i] = by_angle[i] = i;
-    }
-    for (int i = 1; i < PEOPLE; i++) /* insertion sorts: a hundred people */
-        for (int k = i; k > 0 && place[by_y[k]][1] < place[by_y[k - 1]][1]; k--) {
-            const int t = by_y[k];
-            by_y[k] = by_y[k - 1];
-            by_y[k - 1] = t;
-        }
-    for (int i = 1; i < PEOPLE; i++)
-        for (int k = i; k > 0 && place[by_angle[k]][2] < place[by_angle[k - 1]][2]; k--) {
-            const int t = by_angle[k];
-            by_angle[k] = by_angle[k - 1];
-            by_angle[k - 1] = t;
-        }
-    for (int i = 0; i < PEOPLE; i++) {
-        villager *p = &v->of[i];
-        int rank = 0;
-        while (by_angle[rank] != by_y[i]) rank++;
-        person[i].family = rank / 20;
-        person[i].x = place[by_y[i]][0];
-        person[i].y = place[by_y[i]][1];
-        p->order = by_y[i]; /* seeds are numbered from the square outwards */
-        p->soul = person[i].family * 20 + n_of[person[i].family]++;
-        full_name(p->soul, p->name, sizeof p->name);
-        memcpy(person[i].name, p->name, sizeof p->name);
-    }
-    for (int i = 0; i < PEOPLE; i++) {
-        float least = 9;
-        person[i].road_to = -1;
-        for (int k = 0; k < PEOPLE; k++) {
-            const float x = person[k].x - person[i].x, y = person[k].y - person[i].y, d = x * x + y * y;
-            if (v->of[k].order >= v->of[i].order || d >= least) continue;
-            least = d;
-            person[i].road_to = k;
-        }
-        if (v->of[i].order < 5) person[i].road_to = -1;
-        if (v->of[i].order == 0) v->view.selected = i;
-    }
-    for (int i = 0; i < VILLAGE_TREES; i++) { /* between the houses, and around them */
-        const double r = i < 24 ? sqrt((i * 4 + 6.5) / (PEOPLE + 4)) : 1.04 + .11 * ((i * 7) % 5) / 5;
-        const double turn = i < 24 ? 2.399963 * (i * 4 + 6.5) : 6.2831853 * (i - 24) / (VILLAGE_TREES - 24);
-        v->view.tree[i][0] = (float)(.5 + .46 * r * cos(turn));
-        v->view.tree[i][1] = (float)(.5 + .45 * r * sin(turn));
-    }
-}
-
 /* Reads tokens into a sequence of the cache that is no person's. */
 static tkv_status read_all(village *v, int seq, const int *tokens, int n) {
     tkv_status status = TKV_OK;
@@ -801,44 +763,44 @@ static tkv_status read_all(village *v, int seq, const int *tokens, int n) {
     return status;
 }
 
-/* Tokenizes the prompt and the pasts, makes the tables, and reads the prompt. */
-static int begin_village(village *v, char *reason, size_t size) {
-    static const int readers[] = {0, 50}; /* whose pasts the tables are made from, beside the prompt */
+/* Makes tokens of the prompt and of all pasts. Returns 0 if the model's tokens are too long for that. */
+static int write_pasts(village *v, int *prompt) {
     enum { TEXT = 5000 };
-    char *text = (char *)malloc(TEXT);
-    int *tokens = (int *)malloc((TEXT + LEARN) * sizeof *tokens), n = 0, few = 0;
-    if (!text || !tokens) snprintf(reason, size, "out of memory");
-    else {
-        n = llama_tokenize(&v->model, village_prompt, strlen(village_prompt), 0, tokens);
-        few = n < PROMPT;
-        for (int i = 0; i < PEOPLE && !few; i++) {
-            int *all = tokens + LEARN;
-            write_past(v->of[i].soul, text, TEXT);
-            n = llama_tokenize(&v->model, text, strlen(text), 0, all);
-            few = n < PAST;
-            if (!few) memcpy(v->of[i].past, all, sizeof v->of[i].past);
-        }
-        for (int i = 0; i < 2; i++)
-            memcpy(tokens + PROMPT + i * (LEARN - PROMPT) / 2, v->of[readers[i]].past,
-                   (LEARN - PROMPT) / 2 * sizeof *tokens);
-        if (few) snprintf(reason, size, "this model's tokens are too long for the village");
+    char text[TEXT];
+    int tokens[TEXT + 2];
+    if (llama_tokenize(&v->model, village_prompt, strlen(village_prompt), 0, tokens) < PROMPT) return 0;
+    memcpy(prompt, tokens, PROMPT * sizeof *tokens);
+    for (int i = 0; i < PEOPLE; i++) {
+        villager *p = &v->of[i];
+        write_past(p->soul, text, TEXT);
+        if (llama_tokenize(&v->model, text, strlen(text), 0, tokens) < PAST) return 0;
+        memcpy(p->past, tokens, sizeof p->past);
+        p->last = prompt[PROMPT - 1];
     }
-    tkv_status status = TKV_OK;
-    if (text && tokens && !few) {
-        pthread_mutex_lock(&v->lock);
-        status = read_all(v, SPARE, tokens, LEARN);
-        if (status == TKV_OK) status = tkv_freeze_calibration(v->kv);
-        if (status == TKV_OK) status = tkv_seq_reset(v->kv, SPARE);
-        if (status == TKV_OK) status = read_all(v, FIRST, tokens, PROMPT);
-        if (status != TKV_OK) snprintf(reason, size, "the prompt: %s", fault_of(v, status));
-        for (int i = 0; i < PEOPLE; i++) v->of[i].last = tokens[PROMPT - 1];
-        v->has_prompt = 1;
-        pthread_mutex_unlock(&v->lock);
-    }
-    const int ok = text && tokens && !few && status == TKV_OK;
-    free(text);
-    free(tokens);
-    return ok;
+    return 1;
+}
+
+/* Makes the tables of the tiers from the prompt and two pasts, freezes them, and reads the prompt. */
+static tkv_status read_prompt(village *v, const int *prompt) {
+    tkv_status status = read_all(v, SPARE, prompt, PROMPT);
+    for (int who = 0; who < PEOPLE && status == TKV_OK; who += PEOPLE / 2)
+        status = read_all(v, SPARE, v->of[who].past, (LEARN - PROMPT) / 2);
+    if (status == TKV_OK) status = tkv_freeze_calibration(v->kv);
+    if (status == TKV_OK) status = tkv_seq_reset(v->kv, SPARE);
+    if (status == TKV_OK) status = read_all(v, FIRST, prompt, PROMPT);
+    v->has_prompt = status == TKV_OK;
+    return status;
+}
+
+static int begin_cache(village *v, char *reason, size_t size) {
+    int prompt[PROMPT];
+    if (!write_pasts(v, prompt))
+        return snprintf(reason, size, "this model's tokens are too long for the village"), 0;
+    pthread_mutex_lock(&v->lock);
+    const tkv_status status = read_prompt(v, prompt);
+    if (status != TKV_OK) snprintf(reason, size, "the prompt: %s", fault_of(v, status));
+    pthread_mutex_unlock(&v->lock);
+    return status == TKV_OK;
 }
 
 static int create_cache(village *v, char *reason, size_t size) {
@@ -861,7 +823,7 @@ static int create_cache(village *v, char *reason, size_t size) {
 
 static int begin_people(village *v) {
     const size_t vocab = (size_t)v->model.vocab;
-    int tokens[8];
+    int tokens[16];
     v->logits = (float *)malloc(vocab * sizeof(float));
     for (int i = 0; i < PEOPLE; i++) {
         v->of[i].logits = (float *)calloc(vocab, sizeof(float));
@@ -892,9 +854,10 @@ village *village_create(const village_options *options, char *reason, size_t siz
     if (options->log && !v->log) ok = 0, snprintf(reason, size, "cannot write %s", options->log);
     if (ok && options->script) ok = begin_script(v, options->script, reason, size);
     if (ok) ok = llama_load(options->model, NULL, &v->model, reason, size);
-    build_village(v);
+    place_people(v);
+    plant_trees(v);
     if (ok && !begin_people(v)) ok = 0, snprintf(reason, size, "out of memory");
-    if (ok) ok = create_cache(v, reason, size) && begin_village(v, reason, size);
+    if (ok) ok = create_cache(v, reason, size) && begin_cache(v, reason, size);
     v->second_start = latency_now();
     v->next_gossip = v->second_start + 2;
     if (ok) ok = v->has_thread = pthread_create(&v->thread, NULL, run_model, v) == 0;

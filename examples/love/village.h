@@ -54,11 +54,12 @@ typedef struct village_view {
     char message[200];
     int n_read; /* people whose past has been read */
     double budget, used, fp16,
-        unshared;                   /* bytes: the limit, the cache, FP16, the blocks if nothing were shared */
-    int level, n_levels;            /* of the budget's ladder */
+        unshared;        /* bytes: the limit, the cache, FP16, the blocks if nothing were shared */
+    int level, n_levels; /* of the budget's ladder: how far old tokens are compressed, 0 to n_levels - 1 */
     double tokens_per_second;       /* of the model */
     float frame_ms[VILLAGE_FRAMES]; /* a ring: frame `n_frames` is at n_frames % VILLAGE_FRAMES */
-    float cache_ms[VILLAGE_FRAMES]; /* work on the cache inside the frame */
+    float cache_ms
+        [VILLAGE_FRAMES]; /* processor time of the frame's work on the cache, waits for the lock included */
     int n_frames;
     float cache_p99_ms; /* of the ring */
     char shot[200];     /* not "": save the picture of this frame there */

@@ -21,35 +21,13 @@ enum { WIDTH = 640, HEIGHT = 360, PANEL = 450, PANEL_WIDTH = 178, LETTER = 6, LI
 enum { LIMIT_US = 1000 }; /* of a frame's work on the cache; the promise is 2 ms */
 static const float map_x = 12, map_y = 23, map_width = 415, map_height = 320;
 
-typedef enum color {
-    NIGHT,
-    MEADOW,
-    ROAD,
-    SQUARE,
-    TREE,
-    LEAVES,
-    WALL,
-    DOOR,
-    DARK,
-    PAPER,
-    INK,
-    WHITE,
-    GREY,
-    SHARED,
-    ARCHIVE,
-    WARM,
-    HOT,
-    FILE_GREEN,
-    WORK,
-    YOURS,
-    TAKEN_BACK,
-    PANEL_COLOR,
-    FAMILY /* and four more */
-} color;
+/* Colours of the map, of the panel, and of the five families. */
+enum { NIGHT, MEADOW, ROAD, SQUARE, TREE, LEAVES, WALL, DOOR, PAPER, INK, WHITE, GREY };
+enum { SHARED = GREY + 1, ARCHIVE, WARM, HOT, FILE_GREEN, WORK, YOURS, TAKEN_BACK, PANEL_COLOR, FAMILY };
 static const unsigned colors[] = {0x0f141b, 0x1f3429, 0x4a4438, 0x4d463c, 0x162a1d, 0x203c29, 0x998a73,
-                                  0x42332a, 0x21242b, 0xf7edd6, 0x1f1a14, 0xf5f0e6, 0x9ea8ad, 0x7a8794,
-                                  0x407de0, 0xedb83d, 0xf55c42, 0x6bb37a, 0x4dccb3, 0x8cd1f2, 0x736b6b,
-                                  0x161b20, 0xb85445, 0x5780ad, 0x9e7ab8, 0x61946b, 0xbd8f4d};
+                                  0x42332a, 0xf7edd6, 0x1f1a14, 0xf5f0e6, 0x9ea8ad, 0x7a8794, 0x407de0,
+                                  0xedb83d, 0xf55c42, 0x6bb37a, 0x4dccb3, 0x8cd1f2, 0x736b6b, 0x161b20,
+                                  0xb85445, 0x5780ad, 0x9e7ab8, 0x61946b, 0xbd8f4d};
 
 /* >>pencils */
 static void set_color(SDL_Renderer *r, int which, float light, float alpha) {
@@ -226,7 +204,7 @@ static void draw_map(SDL_Renderer *r, SDL_Texture *ground, const village_view *v
 static void draw_bar(SDL_Renderer *r, int which, float y, const char *label, int bytes, int most) {
     char text[32];
     write_text(r, GREY, PANEL, y, label);
-    snprintf(text, sizeof text, "%5d KB", bytes / 1000);
+    snprintf(text, sizeof text, "%5d KB", bytes / 1024);
     write_text(r, WHITE, PANEL + PANEL_WIDTH - 8 * LETTER, y, text);
     set_color(r, NIGHT, .3f, 1);
     fill(r, PANEL + 54, y + 1, 72, 5);
@@ -245,30 +223,31 @@ static void draw_memory(SDL_Renderer *r, const village_view *view) {
     snprintf(text, sizeof text, "FP16 %.0f, not shared %.0f MB", view->fp16 / 1048576,
              view->unshared / 1048576);
     write_text(r, GREY, PANEL, 36, text);
-    snprintf(text, sizeof text, "%d read, %.0f tok/s, level %d", view->n_read, view->tokens_per_second,
-             view->level);
-    write_text(r, GREY, PANEL, 46, text);
+    snprintf(text, sizeof text, "%d of 100 awake, %.0f tok/s", view->n_read, view->tokens_per_second);
+    write_text(r, GREY, PANEL, 45, text);
+    snprintf(text, sizeof text, "compression %d of %d", view->level, view->n_levels - 1);
+    write_text(r, GREY, PANEL, 54, text);
 }
 
 static void draw_person(SDL_Renderer *r, const village_person *p) {
-    static const char *const states[] = {"not here", "reads", "silent", "listens", "speaks"};
+    static const char *const states[] = {"asleep", "wakes up", "silent", "listens", "speaks"};
     static const char *const tiers[] = {"shared", "3 bits", "4 bits", "exact"};
     const int counts[4] = {p->n_shared, p->n_own[2], p->n_own[1], p->n_own[0]};
-    write_text(r, FAMILY + p->family, PANEL, 62, p->name);
-    write_text(r, GREY, PANEL + PANEL_WIDTH - (float)(LETTER * (int)strlen(states[p->state])), 62,
+    write_text(r, FAMILY + p->family, PANEL, 70, p->name);
+    write_text(r, GREY, PANEL + PANEL_WIDTH - (float)(LETTER * (int)strlen(states[p->state])), 70,
                states[p->state]);
-    draw_tiers(r, p, PANEL, 72, PANEL_WIDTH, 7);
+    draw_tiers(r, p, PANEL, 80, PANEL_WIDTH, 7);
     for (int i = 0; i < 4; i++) {
         char text[32];
-        const float x = PANEL + (float)(i % 2 * 90), y = 83 + (float)(i / 2 * LINE);
+        const float x = PANEL + (float)(i % 2 * 90), y = 91 + (float)(i / 2 * LINE);
         box(r, SHARED + i, x, y + 1, 5, 5);
         snprintf(text, sizeof text, "%s %d", tiers[i], counts[i]);
         write_text(r, GREY, x + 8, y, text);
     }
-    draw_bar(r, TAKEN_BACK, 104, "FP16", p->fp16_bytes, p->fp16_bytes);
-    draw_bar(r, ARCHIVE, 113, "own", p->own_bytes, p->fp16_bytes);
-    draw_bar(r, SHARED, 122, "shared", p->shared_bytes, p->fp16_bytes);
-    draw_bar(r, FILE_GREEN, 131, "file", p->file_bytes, p->fp16_bytes);
+    draw_bar(r, TAKEN_BACK, 112, "FP16", p->fp16_bytes, p->fp16_bytes);
+    draw_bar(r, ARCHIVE, 121, "own", p->own_bytes, p->fp16_bytes);
+    draw_bar(r, SHARED, 130, "shared", p->shared_bytes, p->fp16_bytes);
+    draw_bar(r, FILE_GREEN, 139, "file", p->file_bytes, p->fp16_bytes);
 }
 
 static void draw_talk(SDL_Renderer *r, const village_view *view) {
@@ -276,9 +255,9 @@ static void draw_talk(SDL_Renderer *r, const village_view *view) {
     const int most = PANEL_WIDTH / LETTER;
     char typed[128];
     snprintf(typed, sizeof typed, "> %s_", view->typed);
-    float y = 146;
+    float y = 154;
     int first = view->n_lines,
-        room = (284 - 146) / LINE - (view->is_typing ? write_lines(NULL, 0, 0, 0, typed, most) : 0);
+        room = (284 - 154) / LINE - (view->is_typing ? write_lines(NULL, 0, 0, 0, typed, most) : 0);
     while (first > 0) { /* the newest lines that fit */
         const int n = write_lines(NULL, 0, 0, 0, view->line[first - 1].text, most);
         if (n > room) break;
@@ -293,7 +272,7 @@ static void draw_talk(SDL_Renderer *r, const village_view *view) {
 static void draw_frames(SDL_Renderer *r, const village_view *view) {
     const float base = 326, scale = 28.0f / 20;
     char text[64];
-    snprintf(text, sizeof text, "cache in a frame 99%%: %.2f ms", (double)view->cache_p99_ms);
+    snprintf(text, sizeof text, "cache work, 99%%: %.2f of 2 ms", (double)view->cache_p99_ms);
     write_text(r, GREY, PANEL, 287, text);
     set_color(r, NIGHT, .3f, 1);
     fill(r, PANEL, base - 28, PANEL_WIDTH, 28);
@@ -305,6 +284,10 @@ static void draw_frames(SDL_Renderer *r, const village_view *view) {
     }
     set_color(r, HOT, 1, .8f);
     fill(r, PANEL, base - 2 * scale, PANEL_WIDTH, 1);
+    set_color(r, GREY, 1, .5f);
+    fill(r, PANEL, base - 1000.0f / 60 * scale, PANEL_WIDTH, 1);
+    write_text(r, HOT, PANEL + 2, base - 11, "2 ms");
+    write_text(r, GREY, PANEL + 2, base - 22, "17 ms: 60 frames/s");
     (void)write_lines(r, WARM, PANEL, 330, view->message, PANEL_WIDTH / LETTER);
 }
 
