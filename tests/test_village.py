@@ -276,6 +276,17 @@ class Sdl(Scene, unittest.TestCase):
         self.assertTrue(1512 < n_tokens <= 1984, n_tokens)
         self.assertEqual(log.of("loaded")[0].split()[2:], last[2:])
 
+    def test_small_budget(self):
+        """Where the budget has no room for all pasts, some people sleep on. Others do what they are asked."""
+        self.program = os.path.join(self.place, "small")
+        documented("village_sdl.c", self.program, ["-DVILLAGE_BUDGET=%d" % (6 << 20)])
+        log = self.play("until read\nkey c\nuntil done\nkey a\nuntil done\nquit\n", "--silent")
+        n_read = len(log.of("read"))
+        self.assertTrue(3 < n_read < 50, n_read)
+        self.assertGreaterEqual(len(log.of("refused")), 100 - n_read)
+        self.assertEqual(len(log.of("number")), n_read)
+        self.assertLessEqual(max(frame[6] for frame in log.frames), 6 << 20)
+
     def test_whole_village(self):
         """All 100 people read, talk, remember their number, and are saved, within the budget: a minute or two."""
         if not programs.STRICT:

@@ -3,7 +3,7 @@
  *
  * A script has one command a line; # begins a comment:
  *     wait SECONDS | frames NUMBER
- *     until read | until done             all pasts are read; all wishes are served
+ *     until read | until done             all pasts are read or refused; all wishes are served
  *     until silent | until speaking       the selected person is
  *     key NAME | type TEXT                                      as a player does
  *     next                                                      writes the selected person's next token to the log
@@ -88,7 +88,7 @@ static int begin_script(village *v, const char *path, char *reason, size_t size)
 }
 
 static int is_reached(const village *v, const char *what) {
-    if (strcmp(what, "read") == 0) return v->view.n_read == PEOPLE;
+    if (strcmp(what, "read") == 0) return v->view.n_read + v->view.n_refused == PEOPLE;
     if (strcmp(what, "silent") == 0)
         return !v->n_requests && v->view.person[v->view.selected].state == VILLAGE_SILENT;
     if (strcmp(what, "speaking") == 0) return v->view.person[v->view.selected].state == VILLAGE_SPEAKING;

@@ -25,7 +25,10 @@
 #include "people.h"
 #include "village.h"
 
-enum { BUDGET = 64 << 20 }; /* bytes of the cache, whatever is said */
+#ifndef VILLAGE_BUDGET
+#define VILLAGE_BUDGET (64 << 20) /* bytes of the cache, whatever is said */
+#endif
+
 enum {
     PEOPLE = VILLAGE_PEOPLE,
     SPARE = PEOPLE, /* a sequence to load into */
@@ -53,6 +56,7 @@ typedef struct villager {
     uint64_t rng;
     int past[PAST], n_read;
     int is_here;        /* it was forked from the prompt */
+    int is_refused;     /* the budget has no room for its past: it sleeps on */
     int wishes;         /* WISH_... that the model's thread serves */
     int is_interrupted; /* the next frame takes the speech back */
     int queue[QUEUE];   /* words that it hears next */
@@ -514,7 +518,7 @@ enum { WORK_NONE, WORK_READ, WORK_LISTEN, WORK_SPEAK, WORK_ANSWER, WORK_WISH };
 
 static int work_of(const village *v, int who, double now) {
     const villager *p = &v->of[who];
-    if (!p->is_here || p->is_interrupted) return WORK_NONE;
+    if (!p->is_here || p->is_refused || p->is_interrupted) return WORK_NONE;
     if (p->wishes && (p->n_read == PAST || p->wishes & WISH_LOAD)) return WORK_WISH;
     const int waits = p->n_heard < p->n_queued;
     if (p->n_read < PAST) return waits || p->wishes || who == v->selected ? WORK_LISTEN : WORK_READ;
@@ -528,7 +532,10 @@ static void do_work(village *v, int who, int work) {
     else if (p->n_read < PAST) {
         const int n = PAST - p->n_read < CHUNK ? PAST - p->n_read : CHUNK;
         if (remember(v, who, p->past + p->n_read, n)) p->n_read += n;
-        else p->is_here = 0; /* the budget has no room for it */
+        else {
+            p->is_refused = 1;
+            p->wishes = 0;
+        }
         if (p->n_read == PAST) tell(v, "read %s\n", p->name);
     } else if (work == WORK_SPEAK) speak(v, who);
     else listen(v, who);
@@ -606,7 +613,7 @@ static int carry_out(village *v, const request *r) {
     if (r->wishes & WISH_NUMBER) v->n_asked = v->n_remembered = 0;
     for (int i = 0; i < PEOPLE; i++) {
         villager *p = &v->of[i];
-        if (r->who >= 0 && r->who != i) continue;
+        if (p->is_refused || (r->who >= 0 && r->who != i)) continue;
         p->wishes |= r->wishes;
         if (r->interrupts) p->is_interrupted = 1;
         if (r->text[0]) address(v, i, "Stranger", r->text, -1, 0);
@@ -621,7 +628,7 @@ static void work_on_cache(village *v, double deadline) {
     for (int i = 0; i < PEOPLE; i++) {
         villager *p = &v->of[i];
         if (p->is_interrupted && v->in_step != i) take_back(v, i);
-        if (p->is_here || p->n_read || n_forks == 4 || p->order > v->view.n_frames * 4) continue;
+        if (p->is_here || n_forks == 4 || p->order > v->view.n_frames * 4) continue;
         if (tkv_seq_fork(v->kv, FIRST, i, TKV_UNLIMITED) != TKV_OK) continue;
         p->is_here = 1;
         n_forks++;
@@ -660,7 +667,7 @@ static void look_at_people(village *v) {
     tkv_budget_info budget;
     v->selected = to->selected;
     v->is_quiet = v->is_silent;
-    v->n_wishes = to->n_read = 0;
+    v->n_wishes = to->n_read = to->n_refused = 0;
     to->fp16 = to->unshared = 0;
     for (int i = 0; i < PEOPLE; i++) {
         const villager *p = &v->of[i];
@@ -677,6 +684,7 @@ static void look_at_people(village *v) {
         snprintf(q->words, sizeof q->words, "%s", p->speaks ? line : "");
         q->file_bytes = p->file_bytes;
         to->n_read += p->n_read == PAST;
+        to->n_refused += p->is_refused;
         v->n_wishes += p->wishes != 0;
         to->fp16 += q->fp16_bytes;
         to->unshared += (double)q->own_bytes + q->shared_bytes;
@@ -811,7 +819,7 @@ static int create_cache(village *v, char *reason, size_t size) {
     cfg.limits.max_append = CHUNK;
     cfg.tiers.hot_tokens = 16;
     cfg.tiers.warm_tokens = 128;
-    cfg.budget.bytes = BUDGET;
+    cfg.budget.bytes = VILLAGE_BUDGET;
     cfg.budget.pressure.min_level = 3; /* old tokens are compressed from the beginning on */
     if (!cfg.model.rope.dim)
         return snprintf(reason, size, "the model's RoPE is of a kind that cannot move"), 0;
@@ -848,7 +856,7 @@ village *village_create(const village_options *options, char *reason, size_t siz
     v->is_silent = options->is_silent;
     v->in_step = -1;
     v->rng = people_seed(4711);
-    v->view.budget = BUDGET;
+    v->view.budget = VILLAGE_BUDGET;
     int ok = 1;
     if (options->log) v->log = fopen(options->log, "w");
     if (options->log && !v->log) ok = 0, snprintf(reason, size, "cannot write %s", options->log);

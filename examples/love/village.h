@@ -52,7 +52,7 @@ typedef struct village_view {
     int is_typing;
     char typed[96];
     char message[200];
-    int n_read; /* people whose past has been read */
+    int n_read, n_refused; /* people whose past has been read; for whose past the budget has no room */
     double budget, used, fp16,
         unshared;        /* bytes: the limit, the cache, FP16, the blocks if nothing were shared */
     int level, n_levels; /* of the budget's ladder: how far old tokens are compressed, 0 to n_levels - 1 */
