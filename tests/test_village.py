@@ -301,7 +301,7 @@ class Sdl(Scene, unittest.TestCase):
         numbers = [line.split()[-2:] for line in log.of("number")]
         right = sum(said == truth for said, truth in numbers)
         saved = [line.split()[-4:-2] for line in log.of("saved")]
-        sizes, fp16 = sum(int(a) for a, _ in saved) / 1e5, sum(int(b) for _, b in saved) / 1e5
+        sizes, fp16 = sum(int(a) for a, _ in saved) / 102400, sum(int(b) for _, b in saved) / 102400
         print("forecast %.1f MB, held %.1f MB; %d of %d know their number; a file has %.0f KB, FP16 %.0f KB" % (
             float(log.of("forecast")[0]) / 1048576, log.frames[-1][6] / 1048576, right, len(numbers), sizes, fp16))
         self.assertEqual((len(numbers), len(saved)), (100, 100))
