@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Other people's build systems take the library: each builds a project of tests/consume, which prints what the C
+compiler's program prints. The tools see a copy of the files that a package needs, and no other file of the project.
+
+TKV_TEST_STRICT=1: all tools must be here (.ci/integrations installs them). Without it the tools are not run: they take
+minutes."""
+import atexit
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.dont_write_bytecode = True
+import results
+from programs import ROOT, STRICT, missing
+
+# What a package needs of the project.
+FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "packaging", "tests/consume"]
+FAST = "-O0 -DTKV_NO_SIMD -DTKV_CORE"  # the library compiles in 3 s, and the bytes of this cache are the same
+CLEAN = {name: value for name, value in os.environ.items()
+         if name not in ("CC", "CXX", "LDFLAGS", "PKG_CONFIG_PATH", "CMAKE_PREFIX_PATH")}
+
+
+def call(command, cwd, **environment):
+    """Runs a tool and returns what it wrote. A failure shows all of it."""
+    done = subprocess.run(command, cwd=cwd, env={**CLEAN, "CFLAGS": FAST, **environment}, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise AssertionError("%s\n%s" % (" ".join(command), done.stdout))
+    return done.stdout
+
+
+class Consumer(unittest.TestCase):
+    """A copy of the project's files in a folder, and the text that each consumer must print."""
+    TOOLS = []
+
+    @classmethod
+    def setUpClass(cls):
+        if not STRICT:
+            raise unittest.SkipTest("the tools take minutes: TKV_TEST_STRICT=1 runs them")
+        for tool in cls.TOOLS:
+            if not shutil.which(tool):
+                missing("%s is missing" % tool)
+        cls.place = tempfile.mkdtemp()
+        cls.addClassCleanup(shutil.rmtree, cls.place, ignore_errors=True)
+        cls.tree = os.path.join(cls.place, "tree")
+        for name in FILES:
+            source, target = os.path.join(ROOT, name), os.path.join(cls.tree, name)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, target)
+
+    def consume(self, *names):
+        return os.path.join(self.tree, "tests", "consume", *names)
+
+    def check(self, text):
+        self.assertEqual(text, expected())
+
+
+def library():
+    """Returns an object of the library by the C compiler. `make test` has compiled one."""
+    if "LIBRARY" not in os.environ:
+        place = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, place)
+        os.environ["LIBRARY"] = os.path.join(place, "tieredkv.o")
+        call(["cc", *FAST.split(), "-c", "examples/tieredkv.c", "-o", os.environ["LIBRARY"]], ROOT)
+    return os.path.join(ROOT, os.environ["LIBRARY"])
+
+
+def expected(cache=[]):
+    """Returns what the program prints that the C compiler makes."""
+    if not cache:
+        with tempfile.TemporaryDirectory() as place:
+            program = os.path.join(place, "consume")
+            call(["cc", "-I.", "tests/consume/consume.c", library(), "-o", program, "-lm"], ROOT)
+            cache.append(call([program], ROOT))
+    return cache[0]
+
+
+class Text(unittest.TestCase):
+    def test_text(self):
+        """A thousand tokens are in three tiers, and attention over equal values gives that value."""
+        said = re.fullmatch(r"(\d+) hot, (\d+) warm, (\d+) archive, (\d+) bytes, out 1\.0\n", expected())
+        hot, warm, archive, total = map(int, said.groups())
+        self.assertEqual(hot + warm + archive, 1000)
+        self.assertGreater(min(hot, warm, archive), 0)
+        self.assertLess(total, 1000 * 2 * 2 * 64 * 2)
+
+
+class Cmake(Consumer):
+    TOOLS = ["cmake", "git", "pkg-config"]
+
+    def configure(self, source, build, *more):
+        call(["cmake", "-S", source, "-B", build, "-DCMAKE_BUILD_TYPE=Debug", *more], self.place)
+        call(["cmake", "--build", build], self.place)
+
+    def install(self, name, *more):
+        """Installs the library, and moves the installed tree elsewhere. Returns its place."""
+        build, first, prefix = (os.path.join(self.place, name + end) for end in ("-build", "-first", ""))
+        self.configure(self.tree, build, "-DCMAKE_INSTALL_PREFIX=" + first, *more)
+        call(["cmake", "--install", build], self.place)
+        os.rename(first, prefix)
+        return prefix
+
+    def test_install_find_package_and_pkg_config(self):
+        prefix, build = self.install("static"), os.path.join(self.place, "found")
+        self.configure(self.consume("cmake"), build, "-DCMAKE_PREFIX_PATH=" + prefix)
+        self.check(call([os.path.join(build, "consume")], self.place))
+        self.check(call([os.path.join(build, "consume_own")], self.place))
+        self.compile_with_pkg_config(prefix, "tieredkv-implementation", [])
+        self.compile_with_pkg_config(prefix, "tieredkv", [library()])
+
+    def compile_with_pkg_config(self, prefix, package, more):
+        [pc] = [folder for folder, _, names in os.walk(prefix) if package + ".pc" in names]
+        words = call(["pkg-config", "--cflags", "--libs", package], self.place, PKG_CONFIG_PATH=pc).split()
+        program = os.path.join(self.place, package)
+        call(["cc", self.consume("consume.c"), *more, *words, "-o", program], self.place)
+        self.check(call([program], self.place))
+
+    def test_shared(self):
+        prefix, build = self.install("shared", "-DBUILD_SHARED_LIBS=ON"), os.path.join(self.place, "with-shared")
+        self.configure(self.consume("cmake"), build, "-DCMAKE_PREFIX_PATH=" + prefix)
+        self.check(call([os.path.join(build, "consume")], self.place))
+
+    def test_fetch_content(self):
+        git = ["git", "-c", "user.name=test", "-c", "user.email=test", "-c", "init.defaultBranch=main"]
+        for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "files"]):
+            call(git + words, self.tree)
+        build = os.path.join(self.place, "fetched")
+        self.configure(self.consume("fetch"), build, "-DTIEREDKV_URL=file://" + self.tree, "-DTIEREDKV_TAG=main")
+        self.check(call([os.path.join(build, "consume")], self.place))
+        self.assertEqual(call(["cmake", "--install", build, "--prefix", build + "/prefix"], self.place).count("tieredkv"), 0)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    results.run()
