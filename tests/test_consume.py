@@ -18,7 +18,7 @@ import results
 from programs import ROOT, STRICT, missing
 
 # What a package needs of the project.
-FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "packaging", "tests/consume"]
+FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", "packaging", "tests/consume"]
 FAST = "-O0 -DTKV_NO_SIMD -DTKV_CORE"  # the library compiles in 3 s, and the bytes of this cache are the same
 CLEAN = {name: value for name, value in os.environ.items()
          if name not in ("CC", "CXX", "LDFLAGS", "PKG_CONFIG_PATH", "CMAKE_PREFIX_PATH")}
@@ -51,6 +51,13 @@ class Consumer(unittest.TestCase):
             source, target = os.path.join(ROOT, name), os.path.join(cls.tree, name)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, target)
+
+    def commit_tree(self):
+        """Makes the copy a repository of git. Returns its address."""
+        git = ["git", "-c", "user.name=test", "-c", "user.email=test", "-c", "init.defaultBranch=main"]
+        for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "files"]):
+            call(git + words, self.tree)
+        return "file://" + self.tree
 
     def consume(self, *names):
         return os.path.join(self.tree, "tests", "consume", *names)
@@ -125,13 +132,36 @@ class Cmake(Consumer):
         self.check(call([os.path.join(build, "consume")], self.place))
 
     def test_fetch_content(self):
-        git = ["git", "-c", "user.name=test", "-c", "user.email=test", "-c", "init.defaultBranch=main"]
-        for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "files"]):
-            call(git + words, self.tree)
         build = os.path.join(self.place, "fetched")
-        self.configure(self.consume("fetch"), build, "-DTIEREDKV_URL=file://" + self.tree, "-DTIEREDKV_TAG=main")
+        self.configure(self.consume("fetch"), build, "-DTIEREDKV_URL=" + self.commit_tree(), "-DTIEREDKV_TAG=main")
         self.check(call([os.path.join(build, "consume")], self.place))
         self.assertEqual(call(["cmake", "--install", build, "--prefix", build + "/prefix"], self.place).count("tieredkv"), 0)
+
+
+class Meson(Consumer):
+    TOOLS = ["meson", "ninja", "git", "pkg-config"]
+
+    def test_wrap(self):
+        wrap, build = self.consume("meson", "subprojects", "tieredkv.wrap"), os.path.join(self.place, "build")
+        with open(wrap, encoding="utf-8") as f:
+            text = f.read()
+        with open(wrap, "w", encoding="utf-8") as f:
+            f.write(text.replace("TIEREDKV_URL", self.commit_tree()))
+        call(["meson", "setup", build, self.consume("meson"), "-Dtieredkv:default_library=static"], self.place)
+        call(["meson", "compile", "-C", build], self.place)
+        for program in ("consume", "consume_own"):
+            self.check(call([os.path.join(build, program)], self.place))
+
+    def test_install(self):
+        build, prefix = os.path.join(self.place, "whole"), os.path.join(self.place, "prefix")
+        call(["meson", "setup", build, self.tree, "--prefix", prefix, "--libdir", "lib", "--buildtype", "plain"], self.place)
+        call(["meson", "install", "-C", build], self.place)
+        path = {"PKG_CONFIG_PATH": os.path.join(prefix, "lib", "pkgconfig"), "LD_LIBRARY_PATH": os.path.join(prefix, "lib")}
+        for package, more in (("tieredkv-implementation", []), ("tieredkv", [library()])):
+            words = call(["pkg-config", "--cflags", "--libs", package], self.place, **path).split()
+            program = os.path.join(self.place, package)
+            call(["cc", self.consume("consume.c"), *more, *words, "-o", program], self.place)
+            self.check(call([program], self.place, **path))
 
 
 if __name__ == "__main__":
