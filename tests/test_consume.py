@@ -18,7 +18,8 @@ import results
 from programs import ROOT, STRICT, missing
 
 # What a package needs of the project.
-FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", "packaging", "tests/consume"]
+FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", 
+         "packaging", "tests/consume"]
 FAST = "-O0 -DTKV_NO_SIMD -DTKV_CORE"  # the library compiles in 3 s, and the bytes of this cache are the same
 CLEAN = {name: value for name, value in os.environ.items()
          if name not in ("CC", "CXX", "LDFLAGS", "PKG_CONFIG_PATH", "CMAKE_PREFIX_PATH")}
@@ -162,6 +163,20 @@ class Meson(Consumer):
             program = os.path.join(self.place, package)
             call(["cc", self.consume("consume.c"), *more, *words, "-o", program], self.place)
             self.check(call([program], self.place, **path))
+
+
+class Vcpkg(Consumer):
+    TOOLS = ["cmake"]
+
+    def test_portfile(self):
+        """The port builds the library by functions that stand for vcpkg's, and names the version of the header."""
+        prefix, build = os.path.join(self.place, "prefix"), os.path.join(self.place, "build")
+        call(["cmake", "-DCURRENT_PORT_DIR=" + os.path.join(self.tree, "packaging", "vcpkg"), "-DCURRENT_PACKAGES_DIR=" + prefix,
+              "-DBUILD=" + build, "-P", self.consume("vcpkg", "functions.cmake")], self.place)
+        consumer = os.path.join(self.place, "consumer")
+        call(["cmake", "-S", self.consume("cmake"), "-B", consumer, "-DCMAKE_PREFIX_PATH=" + prefix], self.place)
+        call(["cmake", "--build", consumer, "--target", "consume"], self.place)
+        self.check(call([os.path.join(consumer, "consume")], self.place))
 
 
 if __name__ == "__main__":
