@@ -179,6 +179,18 @@ class Vcpkg(Consumer):
         self.check(call([os.path.join(consumer, "consume")], self.place))
 
 
+class Conan(Consumer):
+    TOOLS = ["conan", "cmake"]
+
+    def test_create(self):
+        home = {"CONAN_HOME": os.path.join(self.place, "conan")}
+        call(["conan", "profile", "detect"], self.tree, **home)
+        words = str(FAST.split())
+        text = call(["conan", "create", "packaging/conan", "-s", "build_type=Debug", "-c", "tools.build:cflags=" + words],
+                    self.tree, **home)
+        self.assertEqual(text.count(expected()), 2)
+
+
 if __name__ == "__main__":
     os.chdir(ROOT)
     results.run()
