@@ -18,7 +18,7 @@ import results
 from programs import ROOT, STRICT, missing
 
 # What a package needs of the project.
-FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", 
+FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", "build.zig", "build.zig.zon", 
          "packaging", "tests/consume"]
 FAST = "-O0 -DTKV_NO_SIMD -DTKV_CORE"  # the library compiles in 3 s, and the bytes of this cache are the same
 CLEAN = {name: value for name, value in os.environ.items()
@@ -189,6 +189,16 @@ class Conan(Consumer):
         text = call(["conan", "create", "packaging/conan", "-s", "build_type=Debug", "-c", "tools.build:cflags=" + words],
                     self.tree, **home)
         self.assertEqual(text.count(expected()), 2)
+
+
+class Zig(Consumer):
+    def test_dependency(self):
+        zig = shutil.which("zig")
+        if not zig and subprocess.run([sys.executable, "-m", "ziglang", "version"], capture_output=True).returncode != 0:
+            missing("zig is missing")
+        call([*([zig] if zig else [sys.executable, "-m", "ziglang"]), "build", *("-Dflags=" + word for word in FAST.split())],
+             self.consume("zig"), ZIG_GLOBAL_CACHE_DIR=os.path.join(self.place, "cache"))
+        self.check(call([self.consume("zig", "zig-out", "bin", "consume")], self.place))
 
 
 if __name__ == "__main__":
