@@ -201,6 +201,63 @@ class Zig(Consumer):
         self.check(call([self.consume("zig", "zig-out", "bin", "consume")], self.place))
 
 
+class Rust(Consumer):
+    TOOLS = ["cargo"]
+    CRATES = "/usr/share/cargo/registry"  # of Debian, with the crate cc
+
+    def test_crate(self):
+        home = os.path.join(self.place, "cargo")
+        os.mkdir(home)
+        if os.path.isdir(self.CRATES):
+            with open(os.path.join(home, "config.toml"), "w", encoding="utf-8") as f:
+                f.write('source.crates-io.replace-with = "debian"\nsource.debian.directory = "%s"\n' % self.CRATES)
+        call(["cargo", "build", "--quiet"], self.consume("rust"), CARGO_HOME=home)
+        self.check(call([self.consume("rust", "target", "debug", "consume")], self.place))
+
+    def test_bindings(self):
+        """bindings.rs is what bindgen.sh writes with bindgen 0.60, and Rust lays out each struct as the C compiler does."""
+        crate = os.path.join(self.tree, "packaging", "rust", "tieredkv-sys")
+        with open(os.path.join(crate, "src", "bindings.rs"), encoding="utf-8") as f:
+            bindings = f.read()
+        self.assertEqual(bindings.count("pub fn tkv_"), count_functions())
+        structs = re.findall(r"^pub struct (tkv_\w+) \{\n((?:    pub \w+: [^;{}]+?,\n)+)\}", bindings, re.M)
+        fields = [(name, field) for name, body in structs for field in re.findall(r"^    pub (\w+):", body, re.M)
+                  if field != "_unused"]
+        self.assertGreater(len(fields), 300)
+        lines = ["let x = std::mem::MaybeUninit::<t::%s>::uninit(); let p = x.as_ptr(); println!(\"{} {}\", "
+                 "std::mem::size_of::<t::%s>(), unsafe { std::ptr::addr_of!((*p).%s) as usize - p as usize });" %
+                 (name, name, field) for name, field in fields]
+        program = os.path.join(self.place, "layout")
+        with open(program + ".rs", "w", encoding="utf-8") as f:
+            f.write('#[path = "%s"] mod t;\nfn main() {\n%s\n}\n' %
+                    (os.path.join(crate, "src", "bindings.rs"), "\n".join(lines)))
+        call(["rustc", "--edition", "2021", program + ".rs", "-o", program], self.place)
+        self.assertEqual(call([program], self.place), layout(self.place, [(n, f.rstrip("_")) for n, f in fields]))
+        if not shutil.which("bindgen"):
+            missing("bindgen is missing")
+        if "bindgen 0.60." in call(["bindgen", "--version"], self.place):
+            written = call([os.path.join(crate, "bindgen.sh")], self.place)
+            self.assertEqual(*(re.sub(r"[\s,]", "", text) for text in (written, bindings)))  # rustfmt has versions
+
+
+def count_functions():
+    """Returns the number of public functions of the header."""
+    with open(os.path.join(ROOT, "src", "prefix.h"), encoding="ascii") as f:
+        names = set(re.findall(r"^#define (tkv_\w+) ", f.read(), re.M))
+    with open(os.path.join(ROOT, "src", "api.h"), encoding="ascii") as f:
+        return len(names & set(re.findall(r"^TKV_API [^;]*?\b(tkv_\w+)\(", f.read(), re.M)))
+
+
+def layout(place, fields):
+    """Returns a line for each (struct, field): the struct's size and the field's offset, by the C compiler."""
+    program = os.path.join(place, "layout-c")
+    with open(program + ".c", "w", encoding="utf-8") as f:
+        f.write('#include "tieredkv.h"\n#include <stdio.h>\nint main(void) {\n%s\nreturn 0;\n}\n' % "\n".join(
+            'printf("%%zu %%zu\\n", sizeof(%s), offsetof(%s, %s));' % (name, name, field) for name, field in fields))
+    call(["cc", "-I" + ROOT, program + ".c", "-o", program], place)
+    return call([program], place)
+
+
 if __name__ == "__main__":
     os.chdir(ROOT)
     results.run()
