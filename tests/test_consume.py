@@ -18,7 +18,7 @@ import results
 from programs import ROOT, STRICT, missing
 
 # What a package needs of the project.
-FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", "build.zig", "build.zig.zon", 
+FILES = ["tieredkv.h", "examples/tieredkv.c", "LICENSE", "CMakeLists.txt", "meson.build", "build.zig", "build.zig.zon", "go.mod",
          "packaging", "tests/consume"]
 FAST = "-O0 -DTKV_NO_SIMD -DTKV_CORE"  # the library compiles in 3 s, and the bytes of this cache are the same
 CLEAN = {name: value for name, value in os.environ.items()
@@ -238,6 +238,15 @@ class Rust(Consumer):
         if "bindgen 0.60." in call(["bindgen", "--version"], self.place):
             written = call([os.path.join(crate, "bindgen.sh")], self.place)
             self.assertEqual(*(re.sub(r"[\s,]", "", text) for text in (written, bindings)))  # rustfmt has versions
+
+
+class Go(Consumer):
+    TOOLS = ["go"]
+
+    def test_module(self):
+        call(["go", "build", "-o", "consume", "."], self.consume("go"), CGO_CFLAGS=FAST, GOCACHE=os.path.join(self.place, "go"),
+             GOPROXY="off", GOFLAGS="-mod=mod")
+        self.check(call([self.consume("go", "consume")], self.place))
 
 
 def count_functions():

@@ -1,0 +1,2 @@
+#define TIEREDKV_IMPLEMENTATION
+#include "tieredkv.h"
