@@ -249,6 +249,37 @@ class Go(Consumer):
         self.check(call([self.consume("go", "consume")], self.place))
 
 
+class CSharp(Consumer):
+    TOOLS = ["mcs", "mono"]
+
+    def build(self, name, source):
+        program = os.path.join(self.place, name)
+        call(["mcs", "-warnaserror", "-out:" + program, os.path.join(self.tree, "packaging", "csharp", "TieredKV.cs"), source],
+             self.place)
+        return call(["mono", program], self.place, LD_LIBRARY_PATH=self.place)
+
+    def test_program(self):
+        shared = os.path.join(self.place, "libtieredkv.so")
+        call(["cc", *FAST.split(), "-shared", "-fPIC", os.path.join(self.tree, "examples", "tieredkv.c"), "-o", shared, "-lm"],
+             self.place)
+        self.check(self.build("consume.exe", self.consume("csharp", "Consume.cs")))
+
+    def test_layout(self):
+        """Each struct has the fields of the header, where the C compiler puts them."""
+        with open(os.path.join(self.tree, "packaging", "csharp", "TieredKV.cs"), encoding="utf-8") as f:
+            structs = re.findall(r"^public struct (tkv_\w+) \{\n(.*?)^\}", f.read(), re.M | re.S)
+        fields = [(name, field) for name, body in structs for names in re.findall(r"^    public \S+ ([\w, ]+);", body, re.M)
+                  for field in names.split(", ")]
+        self.assertGreater(len(fields), 25)
+        lines = ['Console.WriteLine(Marshal.SizeOf(typeof(%s)) + " " + Marshal.OffsetOf(typeof(%s), "%s"));' % (n, n, f)
+                 for n, f in fields]
+        source = os.path.join(self.place, "Layout.cs")
+        with open(source, "w", encoding="utf-8") as f:
+            f.write("using System;\nusing System.Runtime.InteropServices;\nusing TieredKV;\nclass Layout {\n"
+                    "static void Main() {\n%s\n}\n}\n" % "\n".join(lines))
+        self.assertEqual(self.build("layout.exe", source), layout(self.place, fields))
+
+
 def count_functions():
     """Returns the number of public functions of the header."""
     with open(os.path.join(ROOT, "src", "prefix.h"), encoding="ascii") as f:
