@@ -265,6 +265,9 @@ class Version(unittest.TestCase):
         sections = re.findall(r"\n## (\S+)", read("CHANGELOG.md").replace(",", ""))
         self.assertIn(sections[0], ("Unreleased", version))
         self.assertIn([s for s in sections if s != "Unreleased"][:1], ([], [version]))  # none before the first release
+        for path, pattern in (("build.zig.zon", r'\.version = "(.*)"'), ("packaging/vcpkg/vcpkg.json", r'"version": "(.*)"'),
+                              ("packaging/rust/tieredkv-sys/Cargo.toml", r'^version = "(.*)"')):
+            self.assertEqual(re.findall(pattern, read(*path.split("/")), re.M), [version], path)
         manual = read("src", "manual.h")
         self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
 
