@@ -1341,7 +1341,7 @@ TEST(impossible_calibrations_are_refused) {
     int i;
     tkv_destroy(kv);
     kv = create_cache(&cfg);
-    for (i = 0; i < 17; i++) {
+    for (i = 0; i < 20; i++) {
         uint8_t *h = saved_again + at, *order = h + 6, *importance = order + DK, *mean = importance + DK;
         size_t n = bytes;
         memcpy(saved_again, saved, bytes);
@@ -1362,6 +1362,9 @@ TEST(impossible_calibrations_are_refused) {
         if (i == 14) saved_again[24] = 0;    /* then there are too many bytes */
         if (i == 15) n = 31;                 /* less than a head and a checksum */
         if (i == 16) saved_again[11] = 0xff; /* layers */
+        if (i == 17) h[4] = (uint8_t)-97;
+        if (i == 18) h[5] = 97;
+        if (i == 19) saved_again[4] = 3; /* a version that is not known */
         store64(saved_again + n - 8, hash_of(HASH_START, saved_again, n - 8));
         CHECK_MSG(load_copy(kv, saved_again, n) == TKV_ERR_DATA, "case %d", i);
         CHECK_EQ(n_calibrated_layers(kv), 0);

@@ -177,6 +177,8 @@ TEST(score_bounds) {
     CHECK_NEAR(tkv_bound_score(q, low, high, 3), 5, 1e-6);
     CHECK_NEAR(tkv_bound_score(q, low, high, 1), 2, 1e-6);
     CHECK_EQ(tkv_bound_score(NULL, low, high, 3), 0);
+    CHECK_EQ(tkv_bound_score(q, NULL, high, 3), 0);
+    CHECK_EQ(tkv_bound_score(q, low, NULL, 3), 0);
     for (i = 0; i < 200; i++) { /* no key within the bounds scores higher */
         float bound;
         for (c = 0; c < 3; c++) {
@@ -213,9 +215,10 @@ TEST(invalid_importance_is_refused) {
     }
     CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 8, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_update_importance(&cfg, NULL, NULL, attention, 2, 8, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, NULL, NULL, NULL, 2, 8, out), TKV_ERR_ARG);
     CHECK_EQ(tkv_update_importance(&cfg, t, NULL, attention, -1, 8, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_update_importance(&cfg, t, NULL, attention, 2, -1, NULL), TKV_ERR_ARG);
-    for (i = 0; i < 7; i++) {
+    for (i = 0; i < 16; i++) {
         bad = cfg;
         if (i == 0) bad.decay = 1.5f;
         if (i == 1) bad.decay = -.5f;
@@ -224,6 +227,15 @@ TEST(invalid_importance_is_refused) {
         if (i == 4) bad.tau = .5f;
         if (i == 5) bad.attention = -1;
         if (i == 6) bad.low = INF_;
+        if (i == 7) bad.strategy = (tkv_importance_strategy)-1;
+        if (i == 8) bad.heads = (tkv_importance_heads)-1;
+        if (i == 9) bad.heads = (tkv_importance_heads)(TKV_IMPORTANCE_SUM + 1);
+        if (i == 10) bad.sample_every = -1;
+        if (i == 11) bad.sample_every = 1 << 30;
+        if (i == 12) bad.recency = -1;
+        if (i == 13) bad.recency = 2e6f;
+        if (i == 14) bad.tau = 2e9f;
+        if (i == 15) bad.low = -1;
         CHECK_EQ(tkv_update_importance(&bad, t, NULL, attention, 2, 8, NULL), TKV_ERR_CONFIG);
         CHECK_EQ(tkv_update_importance(&bad, t, NULL, NULL, 2, 8, out), TKV_ERR_CONFIG);
     }
@@ -240,6 +252,34 @@ TEST(invalid_importance_is_refused) {
     CHECK_EQ(out[0], 0);
     t[0].step = -1;
     CHECK_EQ(tkv_update_importance(&cfg, t, NULL, attention, 2, 9, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 9, out), TKV_ERR_ARG);
+    t[0].step = 0;
+    t[0].attention = NAN_;
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, attention, 2, 9, NULL), TKV_ERR_NONFINITE);
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 2, 9, out), TKV_ERR_NONFINITE);
+}
+
+/* Sums saturate, and a decay far below the smallest double is 0. */
+TEST(importance_saturates) {
+    static const float largest[] = {FLT_MAX, 0, 0};
+    tkv_importance_config cfg = importance_config_of(TKV_IMPORTANCE_ACCUMULATION);
+    tkv_token_importance t[3];
+    float out[3];
+    int i;
+    memset(t, 0, sizeof t);
+    for (i = 0; i < 2; i++) CHECK_EQ(tkv_update_importance(&cfg, t, NULL, largest, 3, 2 + i, NULL), TKV_OK);
+    CHECK_NEAR(t[0].attention, FLT_MAX, 0);
+    cfg.attention = 1e6f;
+    t[1].attention = -FLT_MAX;
+    CHECK_EQ(tkv_update_importance(&cfg, t, NULL, NULL, 3, 3, out), TKV_OK);
+    CHECK_NEAR(out[0], FLT_MAX, 0);
+    CHECK_NEAR(out[1], -FLT_MAX, 0);
+    CHECK_NEAR(out[2], 0, 0);
+    for (i = 0; i < 20; i++) {
+        const double x = tkvi_power(1e-30, i);
+        if (i <= 6) CHECK_NEAR(x * pow(10, 30 * i), 1, 1e-12);
+        else CHECK_NEAR(x, 0, 0);
+    }
 }
 
 /* >>promotion */
@@ -840,6 +880,81 @@ TEST(nonfinite_scores) {
     CHECK_EQ(victims, 1);
 }
 
+/* What a policy needs must be there, and keys must have a size that memory can have. */
+TEST(views_are_checked) {
+    static const float keys[3 * 2] = {1, 2, 3, 4, 5, 6};
+    tkv_evict_config cfg = evict_config_of(TKV_EVICT_KEYDIFF, 0, 0);
+    tkv_evict_view good = view_of(3), v;
+    float score[3];
+    int i;
+    good.keys = keys;
+    good.n_kv_heads = 1;
+    good.head_dim = 2;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &good, score), TKV_OK);
+    for (i = 0; i < 8; i++) {
+        v = good;
+        if (i == 0) v.n_kv_heads = 0;
+        if (i == 1) v.head_dim = 0;
+        if (i == 2) v.head_dim = TKV_MAX_HEAD_DIM + 1;
+        if (i == 3) v.keys = NULL;
+        if (i == 4) v.n = -1;
+        if (i == 5) v.n = 1 << 30;
+        if (i == 6) v.n_kv_heads = -1;
+        if (i == 7) { /* more bytes than an address has */
+            v.n = (1 << 30) - 1;
+            v.n_kv_heads = 2147483647;
+            v.head_dim = TKV_MAX_HEAD_DIM;
+        }
+        CHECK_MSG(tkvi_score_tokens(&cfg, &v, score) == TKV_ERR_ARG, "case %d", i);
+    }
+    CHECK_EQ(tkvi_score_tokens(&cfg, NULL, score), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &good, NULL), TKV_ERR_ARG);
+    cfg = evict_config_of(TKV_EVICT_SCORES, 0, 0);
+    CHECK_EQ(tkvi_score_tokens(&cfg, &good, score), TKV_ERR_ARG); /* no user_scores */
+}
+
+/* Each field of a config has two ends. */
+TEST(eviction_configs) {
+    static const struct {
+        const char *field;
+        double value;
+    } want[] = {{"keep_tokens", -1},   {"keep_tokens", 1 << 30},
+                {"keep_first", -1},    {"keep_first", 1 << 30},
+                {"keep_first", 1},     {"keep_first", 0},
+                {"keep_last", -1},     {"keep_last", 1 << 30},
+                {"policy", -1},        {"policy", TKV_EVICT_COUNT},
+                {"batch", -1},         {"batch", 1 << 30},
+                {"sink_tokens", -2},   {"sink_tokens", 1 << 30},
+                {"recent_tokens", -2}, {"recent_tokens", 1 << 30},
+                {"pool", -1},          {"pool", 2},
+                {"pool", 65},          {"trigger", 2},
+                {"trigger", -1},       {"scorer", 0}};
+    const tkv_evict_config good = evict_config_of(TKV_EVICT_H2O, 0, 0);
+    const char *field = NULL;
+    double value = 0;
+    int i;
+    CHECK(!tkvi_evict_fault(&good, &field, &value));
+    for (i = 0; i < COUNT(want); i++) {
+        tkv_evict_config bad = good;
+        const int x = (int)want[i].value;
+        if (i < 2) bad.keep_tokens = x;
+        if (i == 2 || i == 3) bad.keep_first = x, bad.keep_last = 1;
+        if (i == 4) bad.keep_first = 1; /* one without the other */
+        if (i == 5) bad.keep_last = 1;
+        if (i == 6 || i == 7) bad.keep_first = 1, bad.keep_last = x;
+        if (i == 8 || i == 9) bad.policy = (tkv_evict_policy)x;
+        if (i == 10 || i == 11) bad.batch = x;
+        if (i == 12 || i == 13) bad.sink_tokens = x;
+        if (i == 14 || i == 15) bad.recent_tokens = x;
+        if (i >= 16 && i <= 18) bad.pool = x;
+        if (i == 19 || i == 20) bad.trigger = (float)x;
+        if (i == 21) bad.policy = TKV_EVICT_USER;
+        CHECK_MSG(tkvi_evict_fault(&bad, &field, &value) != NULL, "case %d", i);
+        CHECK_STR(field + strlen("evict."), want[i].field);
+        CHECK_NEAR(value, want[i].value, 0);
+    }
+}
+
 TEST(positions_are_checked) {
     static const int rising[] = {0, 4, 9}, flat[] = {0, 4, 4}, negative[] = {-1, 4, 9};
     const uint64_t live_mask = 5;
@@ -1267,7 +1382,7 @@ TEST(random_layer_budgets) {
     memset(&b, 0, sizeof b);
     b.n_layers = 4;
     b.total = 3;
-    for (l = 0; l < 10; l++) {
+    for (l = 0; l < 15; l++) {
         tkv_evict_budget bad = b;
         if (l == 0) bad.n_layers = 0;
         if (l == 1) bad.n_layers = 4097;
@@ -1280,6 +1395,11 @@ TEST(random_layer_budgets) {
         if (l == 8) bad.n_tokens = -1;
         if (l == 9)
             bad.shape = TKV_EVICT_LINEAR, bad.total = 4 * (int64_t)((1 << 30) - 1); /* exceeds an int */
+        if (l == 10) bad.shape = (tkv_evict_shape)-1;
+        if (l == 11) bad.beta = -1;
+        if (l == 12) bad.window = 1 << 30;
+        if (l == 13) bad.n_tokens = 1 << 30;
+        if (l == 14) bad.total = 4 * (int64_t)((1 << 30) - 1) + 1;
         x[0] = 5;
         CHECK_EQ(tkv_split_evict_budget(&bad, x), TKV_ERR_ARG);
         CHECK_EQ(x[0], 5);
@@ -1508,9 +1628,10 @@ TEST(remat_configs) {
     tkv_remat_config cfg = model_config(), bad;
     tkv_remat r = open_remat(&cfg), same = r;
     char reason[200];
-    static const char *const want[] = {"n_layers",     "n_heads",    "head_dim",       "layer_params",
-                                       "layer_params", "threshold",  "threshold",      "min_materialized",
-                                       "sink_tokens",  "age_tokens", "quantize_price", "step_flops"};
+    static const char *const want[] = {
+        "n_layers",  "n_heads",          "head_dim",    "layer_params", "layer_params",   "threshold",
+        "threshold", "min_materialized", "sink_tokens", "age_tokens",   "quantize_price", "step_flops",
+        "n_layers",  "n_heads",          "head_dim",    "threshold",    "n_heads",        "step_flops"};
     int i;
     CHECK_NEAR(r.cfg.threshold, .9, 1e-6);
     CHECK_EQ(r.cfg.min_materialized, 512);
@@ -1529,12 +1650,62 @@ TEST(remat_configs) {
         if (i == 9) bad.age_tokens = -1;
         if (i == 10) bad.quantize_price = -1;
         if (i == 11) bad.step_flops = (double)INF_;
+        if (i == 12) bad.n_layers = 4097;
+        if (i == 13) bad.n_heads = 65537;
+        if (i == 14) bad.head_dim = 0;
+        if (i == 15) bad.threshold = -.5f;
+        if (i == 16) bad.n_heads = 0;
+        if (i == 17) bad.step_flops = -1;
         CHECK_EQ(tkv_init_remat(&r, &bad, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, want[i]) != NULL, "case %d: %s", i, reason);
     }
     CHECK_MEM(&r, &same, sizeof r);
     CHECK_EQ(tkv_init_remat(&r, NULL, NULL, 0), TKV_ERR_ARG);
     CHECK_EQ(tkv_init_remat(NULL, &cfg, reason, sizeof reason), TKV_ERR_ARG);
+    cfg.n_heads = TKV_OFF; /* recomputing takes no attention */
+    cfg.threshold = TKV_ZERO;
+    cfg.min_materialized = cfg.sink_tokens = TKV_OFF;
+    cfg.quantize_price = .5;
+    r = open_remat(&cfg);
+    CHECK_NEAR(tkvi_remat_flops(&r.cfg, 64, 128, 0), 64 * 2 * 2000, 0);
+    CHECK_EQ(r.cfg.min_materialized + r.cfg.sink_tokens, 0);
+    CHECK_NEAR(r.cfg.quantize_price, .5, 0);
+    CHECK_NEAR(same.cfg.quantize_price, 8, 0);
+}
+
+/* Blocks must follow one another, with fields in range, and the arguments of each call must be there. */
+TEST(remat_blocks) {
+    const tkv_remat_config cfg = model_config();
+    tkv_remat r = open_remat(&cfg);
+    const tkv_remat same = r;
+    tkv_remat_block b[BLOCKS];
+    tkv_remat_action a[BLOCKS];
+    int i, first = -5, count = -5;
+    for (i = 0; i < 8; i++) {
+        init_blocks(b, 1000, 300);
+        if (i == 0) b[0].start = -1;
+        if (i == 1) b[BLOCKS - 1].end = b[BLOCKS - 1].start;
+        if (i == 2) b[3].end--;
+        if (i == 3) b[4].layers = -1;
+        if (i == 4) b[4].layers = cfg.n_layers + 1;
+        if (i == 5) b[4].use = 1.5f;
+        if (i == 6) b[4].use = -INF_;
+        if (i == 7) b[4].use = NAN_;
+        CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+        CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 0, &first, &count), TKV_ERR_ARG);
+    }
+    init_blocks(b, 1000, 300);
+    CHECK_EQ(tkv_decide_discard(NULL, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, NULL, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, b, -1, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_decide_discard(&r, NULL, 0, -1, 1, 1, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 0, NULL, &count), TKV_ERR_ARG);
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 0, &first, NULL), TKV_ERR_ARG);
+    CHECK(first == -5 && count == -5);
+    CHECK_MEM(&r, &same, sizeof r);
+    CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 0, &first, &count), TKV_OK); /* none is discarded */
+    CHECK_EQ(first, BLOCKS);
+    CHECK_EQ(count, 0);
 }
 
 int main(int argc, char **argv) {
@@ -1546,6 +1717,7 @@ int main(int argc, char **argv) {
     RUN(a_failed_update_changes_nothing);
     RUN(score_bounds);
     RUN(invalid_importance_is_refused);
+    RUN(importance_saturates);
     RUN(named_zero);
     RUN(promotion);
     RUN(promotion_budget);
@@ -1565,6 +1737,8 @@ int main(int argc, char **argv) {
     RUN(pins_and_priorities);
     RUN(eviction_limits);
     RUN(nonfinite_scores);
+    RUN(views_are_checked);
+    RUN(eviction_configs);
     RUN(positions_are_checked);
     RUN(names_and_needs);
     RUN(no_policy_fails_at_capacity);
@@ -1581,5 +1755,6 @@ int main(int argc, char **argv) {
     RUN(remat_step_budget);
     RUN(remat_limits_hold);
     RUN(remat_configs);
+    RUN(remat_blocks);
     return tkv_test_end();
 }
