@@ -22858,20 +22858,19 @@ static double tkvi_power(double x, int n) {
     for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
         if (n & 1) y = tkvi_f64(y * x);
         if (y < 1e-200) return 0.0; /* some compiler flags flush subnormal numbers */
-        if (x < 1e-200 && n > 1) return 0.0;
+        if (x < 1e-200) return 0.0;
     }
     return y;
 }
 
+/* The first step of tkv_update_importance, which has checked the config and the lengths. */
 static tkv_status tkvi_add_importance(const tkv_importance_config *cfg, tkv_token_importance *tokens,
                                       const float *mass, int n, int now) {
     tkv_importance_config full;
-    const tkvi_strategy *s;
+    const tkvi_strategy *s = tkvi_importance_fill(cfg, &full);
     double low;
     int i;
-    if (n < 0 || now < 0 || (n > 0 && (!tokens || !mass))) return TKV_ERR_ARG;
-    s = tkvi_importance_fill(cfg, &full);
-    if (!s) return TKV_ERR_CONFIG;
+    TKVI_ASSERT(s && n >= 0 && now >= 0);
     for (i = 0; i < n; i++) {
         if (!tkvi_within(mass[i], 0.0f, FLT_MAX)) return TKV_ERR_NONFINITE;
         if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
@@ -22888,19 +22887,19 @@ static tkv_status tkvi_add_importance(const tkv_importance_config *cfg, tkv_toke
     return TKV_OK;
 }
 
+/* The second step, with positions that are checked too. */
 static tkv_status tkvi_compute_importance(const tkv_importance_config *cfg,
                                           const tkv_token_importance *tokens, const int *position, int n,
                                           int now, float *out) {
     tkv_importance_config full;
     double fade;
     int i;
-    if (n < 0 || now < 0 || (n > 0 && (!tokens || !out))) return TKV_ERR_ARG;
-    if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
+    (void)tkvi_importance_fill(cfg, &full);
     full.attention = tkvi_number(full.attention);
     full.recency = tkvi_number(full.recency);
     for (i = 0; i < n; i++) {
-        const int at = position ? position[i] : i;
-        if (at < 0 || at > now || tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
+        TKVI_ASSERT((position ? position[i] : i) >= 0 && (position ? position[i] : i) <= now);
+        if (tokens[i].step < 0 || tokens[i].step > now) return TKV_ERR_ARG;
         if (!tkvi_is_finite(tokens[i].attention)) return TKV_ERR_NONFINITE;
     }
     fade = exp(-1.0 / (double)full.tau);
@@ -22921,7 +22920,7 @@ TKV_API tkv_status tkv_update_importance(const tkv_importance_config *cfg, tkv_t
     tkv_status st = TKV_OK;
     int i;
     if (!TKVI_HAS_EVICT) return TKV_ERR_UNSUPPORTED;
-    if (n < 0 || now < 0 || (n > 0 && !scores && !out)) return TKV_ERR_ARG;
+    if (n < 0 || now < 0 || (n > 0 && (!tokens || (!scores && !out)))) return TKV_ERR_ARG;
     if (!tkvi_importance_fill(cfg, &full)) return TKV_ERR_CONFIG;
     for (i = 0; i < n; i++) { /* before any token changes */
         const int at = positions ? positions[i] : i;
