@@ -22744,7 +22744,7 @@ typedef struct tkvi_ranks {
     int n;
     const float *score;          /* finite */
     const signed char *priority; /* NULL, or the major sort key: the score decides within a priority */
-    const uint64_t *without;     /* NULL, or a mask of slots to leave out */
+    const uint64_t *without;     /* a mask of slots to leave out */
 } tkvi_ranks;
 
 /* Returns slot i's rank, an integer in the order of priority, then score. A positive float gets its sign bit
@@ -22755,7 +22755,7 @@ static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
     return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | order;
 }
 
-static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
+static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !tkvi_has(r->without, i); }
 
 /* Returns the k-th lowest rank. k is from 1 to the number of slots that take part. *equal: how many of the k lowest
  * slots have exactly this rank. */
@@ -23073,14 +23073,13 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
     return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
 }
 
-/* Returns whether keys [n][n_kv_heads][head_dim] are present and their size in bytes fits size_t. */
-static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
+/* Returns whether keys [n][n_kv_heads][head_dim] can exist: their size in bytes fits size_t. */
+static int tkvi_keys_are_sound(int n, int n_kv_heads, int head_dim) {
     size_t size;
-    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
-    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
-        !tkvi_mul(size, (size_t)head_dim, &size))
-        return 0;
-    return keys || n == 0;
+    TKVI_ASSERT(n >= 0);
+    return n_kv_heads > 0 && head_dim > 0 && head_dim <= TKV_MAX_HEAD_DIM &&
+           tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) &&
+           tkvi_mul(size, (size_t)head_dim, &size);
 }
 
 #endif /* TKVI_RULES_EVICT_POLICY_H */
@@ -23551,7 +23550,7 @@ static int tkvi_view_has(const tkv_evict_view *v, int needs) {
     for (i = 0; i < 6; i++)
         if ((needs >> i & 1) && !what[i]) return 0;
     if ((needs & TKVI_NEEDS_USER_SCORES) && !v->user_scores) return 0;
-    return !(needs & TKVI_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
+    return !(needs & TKVI_NEEDS_KEYS) || tkvi_keys_are_sound(v->n, v->n_kv_heads, v->head_dim);
 }
 
 /* Scores all slots by the policy of cfg. Slots without a live token get 0. */
@@ -23649,12 +23648,13 @@ static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
 }
 
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
- * or more if the budget requires it; never more than n. 0 for a bad argument. */
+ * or more if the budget requires it; never more than n. cfg is valid, the numbers are not negative. */
 static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
     tkv_evict_config full;
     int64_t limit, due;
     int batch;
-    if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
+    TKVI_ASSERT(n >= 0 && incoming >= 0 && budget >= 0);
+    (void)tkvi_evict_fill(cfg, &full);
     limit = tkvi_evict_limit(&full, budget);
     due = (int64_t)n + incoming - limit;
     if (due <= 0) return 0;
@@ -23738,7 +23738,7 @@ TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out) {
     }
     /* LINEAR gives every layer a token: the last of the largest budgets gives one to each layer with 0. */
     for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
-        while (last + 1 < l && out[last + 1] == out[0]) last++;
+        while (out[last + 1] == out[0]) last++; /* out[0] > 0: it ends at l */
         while (last > 0 && out[last] < out[0]) last--;
         out[last]--;
         out[l]++;
@@ -24002,7 +24002,7 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
 static double tkvi_remat_flops(const tkv_remat_config *cfg, int start, int end, int layers) {
     double attention;
-    if (start < 0 || end < start || layers < 0 || layers > cfg->n_layers) return -1.0;
+    TKVI_ASSERT(start >= 0 && start <= end && layers >= 0 && layers <= cfg->n_layers);
     attention = 4.0 * tkvi_max(cfg->n_heads, 0) * cfg->head_dim * (((double)start + end) / 2.0);
     return ((double)end - start) * (layers ? layers : cfg->n_layers) * (2.0 * cfg->layer_params + attention);
 }

@@ -137,7 +137,7 @@ static int tkvi_view_has(const tkv_evict_view *v, int needs) {
     for (i = 0; i < 6; i++)
         if ((needs >> i & 1) && !what[i]) return 0;
     if ((needs & TKVI_NEEDS_USER_SCORES) && !v->user_scores) return 0;
-    return !(needs & TKVI_NEEDS_KEYS) || tkvi_keys_are_sound(v->keys, v->n, v->n_kv_heads, v->head_dim);
+    return !(needs & TKVI_NEEDS_KEYS) || tkvi_keys_are_sound(v->n, v->n_kv_heads, v->head_dim);
 }
 
 /* Scores all slots by the policy of cfg. Slots without a live token get 0. */
@@ -235,12 +235,13 @@ static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
 }
 
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
- * or more if the budget requires it; never more than n. 0 for a bad argument. */
+ * or more if the budget requires it; never more than n. cfg is valid, the numbers are not negative. */
 static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
     tkv_evict_config full;
     int64_t limit, due;
     int batch;
-    if (!tkvi_evict_fill(cfg, &full) || n < 0 || incoming < 0 || budget < 0) return 0;
+    TKVI_ASSERT(n >= 0 && incoming >= 0 && budget >= 0);
+    (void)tkvi_evict_fill(cfg, &full);
     limit = tkvi_evict_limit(&full, budget);
     due = (int64_t)n + incoming - limit;
     if (due <= 0) return 0;
@@ -324,7 +325,7 @@ TKV_API tkv_status tkv_split_evict_budget(const tkv_evict_budget *b, int *out) {
     }
     /* LINEAR gives every layer a token: the last of the largest budgets gives one to each layer with 0. */
     for (l = full.n_layers - 1, last = 0; full.shape == TKV_EVICT_LINEAR && l > 0 && out[l] == 0; l--) {
-        while (last + 1 < l && out[last + 1] == out[0]) last++;
+        while (out[last + 1] == out[0]) last++; /* out[0] > 0: it ends at l */
         while (last > 0 && out[last] < out[0]) last--;
         out[last]--;
         out[l]++;

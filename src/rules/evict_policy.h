@@ -74,14 +74,13 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
     return keys + ((size_t)i * (size_t)n_kv_heads + (size_t)h) * (size_t)head_dim;
 }
 
-/* Returns whether keys [n][n_kv_heads][head_dim] are present and their size in bytes fits size_t. */
-static int tkvi_keys_are_sound(const float *keys, int n, int n_kv_heads, int head_dim) {
+/* Returns whether keys [n][n_kv_heads][head_dim] can exist: their size in bytes fits size_t. */
+static int tkvi_keys_are_sound(int n, int n_kv_heads, int head_dim) {
     size_t size;
-    if (n < 0 || n_kv_heads < 1 || head_dim < 1 || head_dim > TKV_MAX_HEAD_DIM) return 0;
-    if (!tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) ||
-        !tkvi_mul(size, (size_t)head_dim, &size))
-        return 0;
-    return keys || n == 0;
+    TKVI_ASSERT(n >= 0);
+    return n_kv_heads > 0 && head_dim > 0 && head_dim <= TKV_MAX_HEAD_DIM &&
+           tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) &&
+           tkvi_mul(size, (size_t)head_dim, &size);
 }
 
 #endif /* TKVI_RULES_EVICT_POLICY_H */

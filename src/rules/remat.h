@@ -61,7 +61,7 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * 2 * n_heads * head_dim FLOPs for q.k and as many for the weighted sum of values. */
 static double tkvi_remat_flops(const tkv_remat_config *cfg, int start, int end, int layers) {
     double attention;
-    if (start < 0 || end < start || layers < 0 || layers > cfg->n_layers) return -1.0;
+    TKVI_ASSERT(start >= 0 && start <= end && layers >= 0 && layers <= cfg->n_layers);
     attention = 4.0 * tkvi_max(cfg->n_heads, 0) * cfg->head_dim * (((double)start + end) / 2.0);
     return ((double)end - start) * (layers ? layers : cfg->n_layers) * (2.0 * cfg->layer_params + attention);
 }

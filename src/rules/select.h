@@ -22,7 +22,7 @@ typedef struct tkvi_ranks {
     int n;
     const float *score;          /* finite */
     const signed char *priority; /* NULL, or the major sort key: the score decides within a priority */
-    const uint64_t *without;     /* NULL, or a mask of slots to leave out */
+    const uint64_t *without;     /* a mask of slots to leave out */
 } tkvi_ranks;
 
 /* Returns slot i's rank, an integer in the order of priority, then score. A positive float gets its sign bit
@@ -33,7 +33,7 @@ static uint64_t tkvi_rank(const tkvi_ranks *r, int i) {
     return (uint64_t)(r->priority ? r->priority[i] + 128 : 0) << 32 | order;
 }
 
-static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !r->without || !tkvi_has(r->without, i); }
+static int tkvi_takes_part(const tkvi_ranks *r, int i) { return !tkvi_has(r->without, i); }
 
 /* Returns the k-th lowest rank. k is from 1 to the number of slots that take part. *equal: how many of the k lowest
  * slots have exactly this rank. */
