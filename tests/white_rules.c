@@ -620,6 +620,11 @@ TEST(snapkv) {
     for (i = 0; i < 10; i++) CHECK_NEAR(score[i], pooled[i], 1e-6);
     select_victims(&cfg, &v, 7, &victims);
     CHECK_EQ(victims, 0x38);
+    for (i = 0; i < 10; i++) with_hole[i] = observed[i] / 16; /* scores below 1 are pooled alike */
+    v.prompt_scores = with_hole;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_OK);
+    for (i = 0; i < 10; i++) CHECK_NEAR(score[i], pooled[i] / 16, 1e-6);
+    v.prompt_scores = observed;
     cfg.pool = 1; /* without pooling, the neighbours of 1 are evicted */
     select_victims(&cfg, &v, 7, &victims);
     CHECK_EQ(victims, 0x0d);
@@ -759,7 +764,9 @@ TEST(user_and_scores) {
     CHECK_EQ(victims, 4 | 8 | 16);
 }
 
-TEST(random_scores) { /* scores depend on seed and position, not on other tokens */
+TEST(
+    random_scores) { /* scores depend on seed and position, not on other tokens: splitmix64, the upper 24 bits */
+    static const int first[] = {0xe220a8, 0x6e789e, 0x06c45d}; /* as published for the seed 0 */
     tkv_evict_config cfg = evict_config_of(TKV_EVICT_RANDOM, 0, 0);
     tkv_evict_view v = view_of(MAX_TOKENS), few = view_of(MAX_TOKENS / 2);
     static float a[MAX_TOKENS], b[MAX_TOKENS];
@@ -771,6 +778,7 @@ TEST(random_scores) { /* scores depend on seed and position, not on other tokens
     few.positions = position;
     CHECK_EQ(tkvi_score_tokens(&cfg, &few, b), TKV_OK);
     for (i = 0; i < MAX_TOKENS / 2; i++) CHECK_NEAR(b[i], a[2 * i + 1], 0);
+    for (i = 0; i < 3; i++) CHECK_NEAR(a[i], first[i] / 16777216.0, 0);
     for (i = 0; i < MAX_TOKENS; i++) mean += (double)a[i] / MAX_TOKENS;
     CHECK_NEAR(mean, .5, .05);
     cfg.seed = 1;
@@ -1730,6 +1738,24 @@ TEST(remat_configs) {
     CHECK_NEAR(same.cfg.quantize_price, 8, 0);
 }
 
+/* The price falls with the age, which is 0 for the newest block, and with the probability of a use. */
+TEST(remat_prices) {
+    tkv_remat_config cfg = model_config();
+    tkv_remat_block b[BLOCKS];
+    tkv_remat r;
+    double flops;
+    cfg.age_tokens = 100;
+    r = open_remat(&cfg);
+    init_blocks(b, 1000, 300);
+    flops = tkvi_remat_flops(&r.cfg, 64, 128, 0);
+    CHECK_NEAR(tkvi_remat_expected(&r.cfg, b + 1, 127), flops, 1e-9 * flops);
+    CHECK_NEAR(tkvi_remat_expected(&r.cfg, b + 1, 227), flops / 2, 1e-9 * flops);
+    b[1].use = .25f;
+    CHECK_NEAR(tkvi_remat_expected(&r.cfg, b + 1, 227), flops / 8, 1e-9 * flops);
+    b[1].use = -1;
+    CHECK_NEAR(tkvi_remat_expected(&r.cfg, b + 1, 127), -flops, 1e-9 * flops);
+}
+
 /* Blocks must follow one another, with fields in range, and the arguments of each call must be there. */
 TEST(remat_blocks) {
     const tkv_remat_config cfg = model_config();
@@ -1821,6 +1847,7 @@ int main(int argc, char **argv) {
     RUN(remat_step_budget);
     RUN(remat_limits_hold);
     RUN(remat_configs);
+    RUN(remat_prices);
     RUN(remat_blocks);
     return tkv_test_end();
 }

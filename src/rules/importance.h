@@ -77,7 +77,6 @@ static double tkvi_power(double x, int n) {
     for (; n > 0; n >>= 1, x = tkvi_f64(x * x)) {
         if (n & 1) y = tkvi_f64(y * x);
         if (y < 1e-200) return 0.0; /* some compiler flags flush subnormal numbers */
-        if (x < 1e-200) return 0.0;
     }
     return y;
 }
