@@ -390,6 +390,7 @@ TEST(bad_configs) {
                {{0, 0, 0}, 0, 0, 0, -2, "max_level"}};
     tkv_pressure p = make_profile(TKV_PROFILE_DEFAULT), before = p;
     tkv_pressure_config cfg;
+    tkv_pressure_info info;
     char reason[200];
     int i;
     for (i = 0; i < COUNT(bad); i++) {
@@ -415,6 +416,9 @@ TEST(bad_configs) {
     CHECK_EQ(tkv_init_pressure(NULL, NULL, reason, sizeof reason), TKV_ERR_ARG);
     CHECK_EQ(tkv_observe_pressure(NULL, 1), 0);
     CHECK_EQ(tkv_get_pressure(NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_init_pressure(&p, NULL, NULL, 0), TKV_OK);
+    CHECK_EQ(tkv_get_pressure(&p, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_pressure(NULL, &info), TKV_ERR_ARG);
 }
 
 /* >>threads */

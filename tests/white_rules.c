@@ -977,6 +977,11 @@ TEST(views_are_checked) {
     }
     CHECK_EQ(tkvi_score_tokens(&cfg, NULL, score), TKV_ERR_ARG);
     CHECK_EQ(tkvi_score_tokens(&cfg, &good, NULL), TKV_ERR_ARG);
+    v = good;
+    v.n = 1;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, NULL), TKV_ERR_ARG);
+    v.keys = NULL;
+    CHECK_EQ(tkvi_score_tokens(&cfg, &v, score), TKV_ERR_ARG);
     cfg = evict_config_of(TKV_EVICT_SCORES, 0, 0);
     CHECK_EQ(tkvi_score_tokens(&cfg, &good, score), TKV_ERR_ARG); /* no user_scores */
 }
@@ -1795,6 +1800,10 @@ TEST(remat_blocks) {
     CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 0, &first, &count), TKV_OK); /* no step_flops: all at once */
     CHECK_EQ(first, 1);
     CHECK_EQ(count, 8);
+    r = same; /* discarded blocks count as nothing */
+    CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 0, 1000, a, NULL), TKV_OK);
+    CHECK_EQ(r.info.kept, BLOCKS - 8);
+    CHECK_EQ(r.info.discarded + r.info.quantized, 0);
 }
 
 int main(int argc, char **argv) {

@@ -197,7 +197,6 @@ static tkv_status tkvi_select_victims(const tkv_evict_config *cfg, const tkv_evi
         older += there;
     }
     go = tkvi_max(0, tkvi_min(alive - keep, may_go));
-    memset(&ranks, 0, sizeof ranks);
     ranks.n = n;
     ranks.score = score;
     ranks.priority = view->priorities;
