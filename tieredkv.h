@@ -23919,8 +23919,8 @@ static void tkvi_token_score_init(tkvi_token_scores *m, const tkv_config *cfg) {
     int i;
     memset(m, 0, sizeof *m);
     if (!TKVI_HAS_EVICT) return;
-    if (!tkvi_importance_fill(&cfg->importance, &m->importance) || !tkvi_evict_fill(&cfg->evict, &evict))
-        return; /* cannot happen: a cache has a valid config */
+    (void)tkvi_importance_fill(&cfg->importance, &m->importance); /* a cache has a valid config */
+    (void)tkvi_evict_fill(&cfg->evict, &evict);
     m->every = cfg->importance.sample_every ? cfg->importance.sample_every : TKVI_TOKEN_SCORE_EVERY;
     for (i = 0; i < TKVI_TOKEN_SCORE_MODES; i++)
         if (tkvi_evict_needs(kind) & tkvi_token_score_modes[i].need) m->mode = &tkvi_token_score_modes[i];

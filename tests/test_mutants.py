@@ -151,6 +151,9 @@ class Tools(unittest.TestCase):
         counts = {1: [1, "10"], 2: [0, "00"]}
         coverage.join(counts, {1: [0, "01"], 2: [1, "0110"], 3: [0, ""]})
         self.assertEqual(counts, {1: [1, "11"], 2: [1, "0110"], 3: [0, ""]})
+        parts = coverage.parts_of(counts, [None, ("a.h", 7), ("a.h", 8)], "\nx = 1;\n    if (!TKVI_HAS_EVICT) return;\n")
+        self.assertEqual(parts["a.h"].lines, {7: 1})  # no line of the header's own, and no refusal of a switch
+        self.assertEqual(parts["a.h"].percents(), (100.0, 50.0))
 
 
 if __name__ == "__main__":

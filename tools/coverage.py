@@ -13,7 +13,7 @@ library.
 
 Assertions are compiled out. Code has -O0, where gcov counts every line. Kernels have -O1 (SLOW excepted): their
 branches are those that remain in the inlined copies. A line of a template counts once, its branches once for each
-instruction set. A result stays in build/coverage, by program, until the program, a header or the library changes.
+instruction set. Refusals of switches (`if (!TKVI_HAS_X) return`) do not count: all parts are in this build. A result stays in build/coverage, by program, until the program, a header or the library changes.
 """
 import argparse
 import concurrent.futures
@@ -37,6 +37,7 @@ FLAGS = ["-O0", "-fno-inline", "--coverage", "-DNDEBUG"]  # NDEBUG: tests/white.
 SLOW = "kernels/scalar.h"  # a kernel whose every line counts
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 LIMIT = 1800  # seconds of a program
+REFUSAL = re.compile(r"\s*if \(!TKVI_HAS_\w+\) return\b")
 building = threading.Lock()
 
 
@@ -203,12 +204,12 @@ class Part:
                 100.0 * taken.count("1") / len(taken) if taken else 100.0)
 
 
-def parts_of(counts, origins):
+def parts_of(counts, origins, text):
     """Returns {part: Part} from counts by lines of the header."""
-    parts = {}
+    parts, lines = {}, text.split("\n")
     for line, (ran, taken) in sorted(counts.items()):
         origin = origins[line - 1] if line <= len(origins) else None
-        if origin:
+        if origin and not REFUSAL.match(lines[line - 1]):
             part = parts.setdefault(origin[0], Part())
             part.lines[origin[1]] = part.lines.get(origin[1], 0) | ran
             part.branches.setdefault(origin[1], []).append(taken)
@@ -317,7 +318,7 @@ def main(args):
         elif not one["passed"]:
             wrong.append("%s fails" % p)
         join(counts, one["counts"])
-    parts = parts_of(counts, origins)
+    parts = parts_of(counts, origins, text)
     order = [n for n in amalgamate.parts_in(product) if n in parts]
     for name in order:
         if any(word in name for word in args.lines):
