@@ -10,8 +10,9 @@ programs run a line. Needs gcc; of Python, the standard library.
 
 Kinds, in equal shares: a comparison or its bound, && and ||, a sign, a constant, a statement that is left out. A
 quarter is in the kernels of AVX2, the rest in all parts but the kernels of other instruction sets. Programs that run
-the changed line are compiled with it, without vectors (by tcc if it is there), kernels by gcc -O1 for AVX2; the fastest
-is first, and the first failed check ends the mutant. A run with the same header keeps the verdicts of the last one.
+the changed line are compiled with it by gcc -O1, without vectors, kernels for AVX2; the fastest is first, and the first
+failed check ends the mutant. Where tcc is installed, it comes first, since it compiles in a tenth of a second; what
+survives it is compiled by gcc too, since tcc has no atomics and skips tests. A run with the same header keeps the verdicts of the last one.
 
 Verdicts: killed, timeout (a program used six times its processor time), survived, invalid (it does not compile), argued:
 tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but invalid and
@@ -43,7 +44,8 @@ ARGUED = os.path.join(ROOT, "tests", "mutants.txt")
 KINDS = ("comparison", "logic", "sign", "constant", "left out")
 OTHER_MACHINES = re.compile(r"kernels/(neon|wasm|avx512|vectors_128)\.h|kernels/simd_(128|avx512)\.inc")
 WITHOUT_VECTORS = re.compile(r"(?!kernels/)|kernels/scalar\.h")
-SCALAR = (["tcc"] if shutil.which("tcc") else ["gcc", "-O1"]) + ["-w", "-DTKV_NO_SIMD"]
+TCC = ["tcc", "-w", "-DTKV_NO_SIMD"]
+SCALAR = ["gcc", "-O1", "-w", "-DTKV_NO_SIMD"]
 AVX2 = ["gcc", "-O1", "-w", "-DTKV_NO_AVX512"]
 MEMORY = 4 << 30  # bytes that a program may map
 known = threading.Lock()
@@ -200,7 +202,7 @@ class Baseline:
 
     def __init__(self, text):
         self.text, self.file = text, os.path.join(DIR, "baseline.json")
-        self.key = hashlib.sha256((text + repr((SCALAR, AVX2))).encode()).hexdigest()
+        self.key = hashlib.sha256((text + repr((TCC, SCALAR, AVX2))).encode()).hexdigest()
         try:
             with open(self.file) as f:
                 data = json.load(f)
@@ -214,7 +216,7 @@ class Baseline:
         name = "%s %s" % (program, " ".join(words))
         with known:
             if name not in self.seconds:
-                folder = os.path.join(DIR, "scalar" if words is SCALAR else "avx2")
+                folder = os.path.join(DIR, "-".join(words).replace("-D", ""))
                 coverage.write_copy(folder, self.text)
                 try:
                     path = build(words, program, folder)
@@ -230,20 +232,27 @@ class Baseline:
 def judge(mutant, number, text, origins, users, baseline):
     """Returns a verdict and what gave it. users: {(part, line): programs, the fastest first}."""
     _, part, line, _, new = mutant
-    words = SCALAR if WITHOUT_VECTORS.match(part) else AVX2
-    folder = os.path.join(DIR, str(number))
-    lines = text.split("\n")
+    programs, lines = users.get((part, line), []), text.split("\n")
     for i, origin in enumerate(origins):
         if origin == (part, line):
             lines[i] = new
+    for words in ([TCC] if shutil.which("tcc") else []) + [SCALAR] if WITHOUT_VECTORS.match(part) else [AVX2]:
+        verdict, by = judge_with(words, "\n".join(lines), os.path.join(DIR, str(number)), programs, baseline)
+        if verdict != "survived" or not programs:
+            break
+    return verdict, by
+
+
+def judge_with(words, text, folder, programs, baseline):
+    """The same for one compiler. text: the changed header."""
     seen = 0
     try:
-        for program in users.get((part, line), []):
+        for program in programs:
             usual = baseline.of(program, words)
             if usual is None:
                 continue
             if not seen:
-                coverage.write_copy(folder, "\n".join(lines))
+                coverage.write_copy(folder, text)
             seen += 1
             try:
                 path = build(words, program, folder)
