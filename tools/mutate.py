@@ -10,9 +10,9 @@ programs run a line. Needs gcc; of Python, the standard library.
 
 Kinds, in equal shares: a comparison or its bound, && and ||, a sign, a constant, a statement that is left out. A
 quarter is in the kernels of AVX2, the rest in all parts but the kernels of other instruction sets. Programs that run
-the changed line are compiled with it by gcc -O1, without vectors, kernels for AVX2; the fastest is first, and the first
-failed check ends the mutant. Where tcc is installed, it comes first, since it compiles in a tenth of a second; what
-survives it is compiled by gcc too, since tcc has no atomics and skips tests. A run with the same header keeps the verdicts of the last one.
+the changed line are compiled with it, the fastest first; the first failed check ends the mutant. gcc compiles kernels
+for AVX2, other parts without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second,
+but has no atomics and skips tests, so gcc compiles what survives. A run with the same header keeps old verdicts.
 
 Verdicts: killed, timeout (a program used six times its processor time), survived, invalid (it does not compile), argued:
 tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but invalid and
@@ -45,7 +45,7 @@ KINDS = ("comparison", "logic", "sign", "constant", "left out")
 OTHER_MACHINES = re.compile(r"kernels/(neon|wasm|avx512|vectors_128)\.h|kernels/simd_(128|avx512)\.inc")
 WITHOUT_VECTORS = re.compile(r"(?!kernels/)|kernels/scalar\.h")
 TCC = ["tcc", "-w", "-DTKV_NO_SIMD"]
-SCALAR = ["gcc", "-O1", "-w", "-DTKV_NO_SIMD"]
+SCALAR = ["gcc", "-O0", "-w", "-DTKV_NO_SIMD"]
 AVX2 = ["gcc", "-O1", "-w", "-DTKV_NO_AVX512"]
 MEMORY = 4 << 30  # bytes that a program may map
 known = threading.Lock()
