@@ -19,7 +19,8 @@ import coverage
 import mutate
 
 TOY = {
-    "src/tieredkv.h": '/* The list. */\n#include "toy.h"\n#ifdef TIEREDKV_IMPLEMENTATION\n#include "rules/clip.h"\n#endif\n',
+    "src/tieredkv.h": '/* The list. */\n#include "toy.h"\n#ifdef TIEREDKV_IMPLEMENTATION\n'
+                      '#include "rules/clip.h"\n#endif\n',
     "src/toy.h": "#ifndef TOY_H\n#define TOY_H\nint clip(int x, int most, int *n);\n#endif\n",
     "src/rules/clip.h": """#ifndef CLIP_H
 #define CLIP_H
@@ -151,7 +152,8 @@ class Tools(unittest.TestCase):
         counts = {1: [1, "10"], 2: [0, "00"]}
         coverage.join(counts, {1: [0, "01"], 2: [1, "0110"], 3: [0, ""]})
         self.assertEqual(counts, {1: [1, "11"], 2: [1, "0110"], 3: [0, ""]})
-        parts = coverage.parts_of(counts, [None, ("a.h", 7), ("a.h", 8)], "\nx = 1;\n    if (!TKVI_HAS_EVICT) return;\n")
+        text = "\nx = 1;\n    if (!TKVI_HAS_EVICT) return;\n"
+        parts = coverage.parts_of(counts, [None, ("a.h", 7), ("a.h", 8)], text)
         self.assertEqual(parts["a.h"].lines, {7: 1})  # no line of the header's own, and no refusal of a switch
         self.assertEqual(parts["a.h"].percents(), (100.0, 50.0))
 

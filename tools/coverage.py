@@ -13,7 +13,8 @@ library.
 
 Assertions are compiled out. Code has -O0, where gcov counts every line. Kernels have -O1 (SLOW excepted): their
 branches are those that remain in the inlined copies. A line of a template counts once, its branches once for each
-instruction set. Refusals of switches (`if (!TKVI_HAS_X) return`) do not count: all parts are in this build. A result stays in build/coverage, by program, until the program, a header or the library changes.
+instruction set. Refusals of switches (`if (!TKVI_HAS_X) return`) do not count: all parts are in this build. A result
+stays in build/coverage, by program, until the program, a header or the library changes.
 """
 import argparse
 import concurrent.futures
@@ -248,12 +249,11 @@ def gaps(name, part, text):
 def floors_text(parts, order):
     rows = ["%-28s %5.1f %5.1f" % ((name,) + tuple(int(x * 10) / 10 for x in parts[name].percents()))
             for name in order if name in parts]
-    return "# part, lines %, branches %: floors of `make coverage`. python3 tools/coverage.py --floors writes them.\n" + \
-        "\n".join(rows) + "\n"
+    return "\n".join(["# part, lines %, branches %: floors of `make coverage`, written by ARGS=--floors"] + rows) + "\n"
 
 
 def below(parts, floors, skip=""):
-    """Returns a sentence for each part below its floor, without one, or unknown. skip: how names begin that stay out."""
+    """Returns a sentence for each part below its floor or without one. skip: how names begin that stay out."""
     rows, out = {}, []
     for line in floors.split("\n"):
         words = line.split("#")[0].split()

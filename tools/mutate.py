@@ -14,9 +14,9 @@ the changed line are compiled with it, the fastest first; the first failed check
 for AVX2, other parts without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second,
 but has no atomics and skips tests, so gcc compiles what survives. A run with the same header keeps old verdicts.
 
-Verdicts: killed, timeout (a program used six times its processor time), survived, invalid (it does not compile), argued:
-tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but invalid and
-argued.
+Verdicts: killed, timeout (a program used six times its processor time), survived, invalid (it does not compile),
+argued: tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but
+invalid and argued.
 """
 import argparse
 import concurrent.futures
@@ -52,7 +52,8 @@ known = threading.Lock()
 
 
 # >>places
-CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ ]*#(?:[^\n]*\\\n)*[^\n]*', re.S | re.M)
+CODE = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|^[ ]*#(?:[^\n]*\\\n)*[^\n]*',
+                  re.S | re.M)
 DECLARATION = re.compile(r"\s*(?:const |static |struct |unsigned |volatile |enum )*[A-Za-z_]\w* [*\w]")
 STATEMENT = re.compile(r"\s+(?:\(void\))?[\w*(][^{};]*(?: [-+*/|&^%]?= |\+\+|--|\()[^{};]*;$")
 CHECK = re.compile(r"\s+if \([^{};]*\) [^{};]*;$")
