@@ -366,7 +366,13 @@ static inline tkv_cache *create_cache_in_place(const tkv_config *cfg, guarded_bu
 }
 
 /* >>test store: holds offloaded blocks in memory, checks that calls follow api.h, and fails on demand */
-enum { STORE_KEYS = 4096, STORE_PARTS = 16 /* maximum of parts of a block: two for each KV head */ };
+#ifndef KIT_STORE_KEYS
+#define KIT_STORE_KEYS 4096
+#endif
+enum {
+    STORE_KEYS = KIT_STORE_KEYS,
+    STORE_PARTS = 16 /* maximum of parts of a block: two for each KV head */
+};
 
 typedef struct stored_key {
     int stored, n_parts;
