@@ -633,6 +633,356 @@ TEST(pressure_from_many_threads) {
 #endif
 }
 
+/* >>everything at once: attention, reports, observers and rules from many threads, beside a writer. TKV_SOAK_SECONDS=N
+ * goes on for N seconds (make soak). */
+enum { ATTENDERS = 8, CROWD_SEQS = 4, MOST_TOKENS = 1500 };
+
+/* A lock for readers or one writer. A writer that waits goes first. */
+typedef struct crowd {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int n_readers, is_writing, ends;
+    int n_calls; /* of the present version of the cache */
+    tkv_cache *kv;
+    const float *q;
+    outputs want[N_CALLS]; /* of the present version */
+    tkv_pressure pressure;
+    tkv_feedback feedback;
+    long n_versions, n_attended, n_reports, n_observed, n_wrong,
+        n_errors; /* totals, when the threads have ended */
+} crowd;
+
+typedef struct member { /* a thread */
+    pthread_t thread;
+    crowd *crowd;
+    int number;
+    outputs o;
+    long n_done, n_wrong, n_errors;
+} member;
+
+/* Returns 0 when it is time to end. */
+static int begin_reading(crowd *c) {
+    int goes_on;
+    pthread_mutex_lock(&c->lock);
+    while (c->is_writing) pthread_cond_wait(&c->changed, &c->lock);
+    goes_on = !c->ends;
+    c->n_readers += goes_on;
+    pthread_mutex_unlock(&c->lock);
+    return goes_on;
+}
+
+static void end_reading(crowd *c, int n_calls) {
+    pthread_mutex_lock(&c->lock);
+    c->n_readers--;
+    c->n_calls += n_calls;
+    pthread_cond_broadcast(&c->changed);
+    pthread_mutex_unlock(&c->lock);
+}
+
+/* Waits for so many calls on the present version, and then for all readers. */
+static void begin_writing(crowd *c, int n_calls) {
+    pthread_mutex_lock(&c->lock);
+    while (c->n_calls < n_calls) pthread_cond_wait(&c->changed, &c->lock);
+    c->is_writing = 1;
+    while (c->n_readers) pthread_cond_wait(&c->changed, &c->lock);
+    pthread_mutex_unlock(&c->lock);
+}
+
+static void end_writing(crowd *c, int ends) {
+    pthread_mutex_lock(&c->lock);
+    c->is_writing = 0;
+    c->ends = ends;
+    c->n_calls = 0;
+    pthread_cond_broadcast(&c->changed);
+    pthread_mutex_unlock(&c->lock);
+}
+
+static int is_over(crowd *c) {
+    int ends;
+    pthread_mutex_lock(&c->lock);
+    ends = c->ends;
+    pthread_mutex_unlock(&c->lock);
+    return ends;
+}
+
+/* The first of the calls, in parts. */
+static tkv_status decode_in_parts(tkv_cache *kv, const float *q, outputs *o) {
+    tkv_attend_params p;
+    size_t bytes = 0;
+    tkv_status st;
+    void *space;
+    memset(o, 0, sizeof *o);
+    memset(&p, 0, sizeof p);
+    p.q = q;
+    p.out = o->out;
+    p.lse = o->lse;
+    p.n = 1;
+    st = tkv_get_attend_bytes(kv, &p, &bytes);
+    space = calloc(1, bytes + 1);
+    if (!space) exit_with_message("no memory");
+    for (int part = 2; part >= 0 && !st; part--) st = tkv_attend_part(kv, &p, part, 3, space, bytes);
+    free(space);
+    return st;
+}
+
+static void rest(void) { /* leaves the processor to the others */
+    const struct timespec a_while = {0, 200000};
+    nanosleep(&a_while, NULL);
+}
+
+static void *run_attender(void *arg) {
+    member *m = (member *)arg;
+    crowd *c = m->crowd;
+    for (int i = m->number; begin_reading(c); i++) {
+        const int which = i % N_CALLS, in_parts = which == DECODE && i % 2;
+        m->n_errors +=
+            (in_parts ? decode_in_parts(c->kv, c->q, &m->o) : make_call(c->kv, which, c->q, &m->o)) != TKV_OK;
+        m->n_wrong += !is_same_output(&m->o, &c->want[which]);
+        m->n_done++;
+        end_reading(c, 1);
+    }
+    return NULL;
+}
+
+static void *run_reporter(void *arg) {
+    enum { TEXT = 1 << 17 };
+    member *m = (member *)arg;
+    crowd *c = m->crowd;
+    char *text = (char *)malloc(TEXT);
+    if (!text) exit_with_message("no memory");
+    while (begin_reading(c)) {
+        const tkv_cache *kv = c->kv;
+        const int n = tkv_get_length(kv, 0, 0);
+        tkv_memory_info memory;
+        tkv_budget_info budget;
+        tkv_layer_info layer;
+        tkv_seq_memory_info of_seq;
+        tkv_quality_info quality;
+        float weights[64], k[KV_HEADS * DK];
+        uint8_t tiers[64];
+        const tkv_status read = tkv_read(c->kv, 0, 0, n - 1, 1, k, NULL);
+        m->n_errors += read != TKV_OK;
+        m->n_errors += tkv_check(kv, text, TEXT) != TKV_OK;
+        m->n_errors += tkv_get_memory(kv, &memory) != TKV_OK || memory.total > memory.peak;
+        m->n_errors += tkv_get_budget(kv, &budget) != TKV_OK || budget.used > budget.budget;
+        for (int seq = 0; seq < CROWD_SEQS; seq++) {
+            m->n_errors += tkv_get_layer(kv, seq, 0, &layer) != TKV_OK;
+            m->n_errors += tkv_seq_get_memory(kv, seq, &of_seq) != TKV_OK || of_seq.share > of_seq.shared;
+        }
+        m->n_errors += tkv_get_tiers(kv, 0, 0, n - 50, 50, tiers) != TKV_OK;
+        m->n_errors += tkv_get_importance(c->kv, 0, 0, n - 50, 50, weights, NULL) != TKV_OK;
+        m->n_errors += tkv_get_quality(kv, TKV_ALL_LAYERS, &quality) != TKV_OK || quality.top1 > 1.0;
+        for (int kind = 0; kind < TKV_REPORT_COUNT; kind++)
+            m->n_errors += tkv_print_report(kv, (tkv_report_kind)kind, NULL, text, TEXT, NULL) != TKV_OK;
+        m->n_done++;
+        end_reading(c, 0);
+    }
+    free(text);
+    return NULL;
+}
+
+/* These calls are allowed at any time, also beside a write. */
+static void *run_observer(void *arg) {
+    member *m = (member *)arg;
+    crowd *c = m->crowd;
+    tkv_rng r = tkv_rng_seed(3);
+    while (!is_over(c)) {
+        const float x = (float)tkv_rng_uniform(&r);
+        tkv_pressure_info pressure;
+        tkv_feedback_info feedback;
+        m->n_errors += tkv_report_pressure(c->kv, .7f * x) != TKV_OK;
+        m->n_errors += tkv_observe_pressure(&c->pressure, x) < 0;
+        m->n_errors += tkv_get_pressure(&c->pressure, &pressure) != TKV_OK || pressure.last > 1.0f;
+        m->n_errors += tkv_observe_score(&c->feedback, .9f + .1f * x) != TKV_OK;
+        m->n_errors += tkv_get_feedback(&c->feedback, 100, &feedback) != TKV_OK;
+        m->n_done++;
+        rest();
+    }
+    return NULL;
+}
+
+/* Rules are pure functions of the caller's arrays. */
+static void *run_rules(void *arg) {
+    enum { N = 256, KEEP = 100 };
+    member *m = (member *)arg;
+    crowd *c = m->crowd;
+    tkv_rng r = tkv_rng_seed(4);
+    int hot = 64, level = 1;
+    while (!is_over(c)) {
+        float scores[N], out[N];
+        uint64_t victims[N / 64];
+        tkv_evict_config evict;
+        tkv_evict_view view;
+        tkv_evict_result result;
+        tkv_advice advice;
+        memset(&evict, 0, sizeof evict);
+        memset(&view, 0, sizeof view);
+        for (int i = 0; i < N; i++) scores[i] = (float)tkv_rng_uniform(&r);
+        evict.policy = TKV_EVICT_H2O;
+        view.n = N;
+        view.total_scores = scores;
+        m->n_errors +=
+            tkv_select_victims(&evict, &view, KEEP, out, victims, &result) != TKV_OK || result.kept != KEEP;
+        m->n_errors += tkv_get_advice(&c->feedback, hot, level, &advice) != TKV_OK;
+        hot = advice.hot_tokens;
+        level = advice.level;
+        m->n_done++;
+        rest();
+    }
+    return NULL;
+}
+
+static tkv_status append_random(tkv_cache *kv, int seq, int n, tkv_rng *rng) {
+    float k[GROWTH * KV_HEADS * DK], v[GROWTH * KV_HEADS * DV];
+    tkv_status st = TKV_OK;
+    for (; n > 0 && !st; n -= GROWTH) {
+        tkv_rng_fill(rng, k, GROWTH * KV_HEADS * DK, 1.0);
+        tkv_rng_fill(rng, v, GROWTH * KV_HEADS * DV, 1.0);
+        st = tkv_append(kv, seq, 0, k, v, GROWTH);
+    }
+    return st;
+}
+
+/* Saves sequence 3, and loads it again. */
+static tkv_status save_and_load(tkv_cache *kv) {
+    tkv_save_params save;
+    tkv_load_params load;
+    size_t n = 0;
+    void *bytes;
+    tkv_status st;
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    save.seq = load.seq = 3;
+    st = tkv_seq_save(kv, &save, NULL, 0, &n);
+    bytes = malloc(n + 1);
+    if (!bytes) exit_with_message("no memory");
+    if (!st) st = tkv_seq_save(kv, &save, bytes, n, NULL);
+    if (!st) st = tkv_seq_reset(kv, 3);
+    if (!st) st = tkv_seq_load(kv, &load, bytes, n, NULL);
+    free(bytes);
+    return st;
+}
+
+/* One change of the cache. Sequences 0 to 2 keep the tokens that the calls need. */
+static void change_crowd(crowd *c, long number, tkv_rng *rng) {
+    tkv_cache *kv = c->kv;
+    const int seq = (int)(number % 3);
+    tkv_status st = TKV_OK;
+    tkv_evict_params evict;
+    int done;
+    memset(&evict, 0, sizeof evict);
+    evict.seq = seq;
+    evict.keep = 300;
+    if (tkv_get_length(kv, seq, 0) > MOST_TOKENS) {
+        st = tkv_seq_reset(kv, seq);
+        if (!st) st = append_random(kv, seq, 4 * GROWTH, rng);
+    }
+    CHECK_MSG(st == TKV_OK, "version %ld: %s", number, tkv_get_last_error(kv));
+    switch (number % 8) {
+    case 1: st = tkv_seq_fork(kv, seq, 3, TKV_UNLIMITED); break;
+    case 2: st = tkv_offload(kv, seq, 0, 3, &done); break;
+    case 3: st = tkv_get_length(kv, 3, 0) ? save_and_load(kv) : TKV_OK; break;
+    case 4: st = tkv_seq_truncate(kv, seq, tkv_get_length(kv, seq, 0) - 3); break;
+    case 5: st = tkv_evict(kv, &evict); break;
+    case 6: st = tkv_maintain(kv, 8, NULL, NULL, &done); break;
+    case 7: st = tkv_adapt_plan(kv, &c->feedback, NULL); break;
+    default: break;
+    }
+    CHECK_MSG(st == TKV_OK || (st == TKV_ERR_IO && number % 8 == 2), "version %ld: %s, %s", number,
+              tkv_get_status_text(st), tkv_get_last_error(kv));
+    st = append_random(kv, seq, GROWTH * (1 + (int)(number % 4)), rng);
+    CHECK_MSG(st == TKV_OK, "version %ld: %s", number, tkv_get_last_error(kv));
+    for (int which = 0; which < N_CALLS; which++)
+        CHECK_EQ(make_call(kv, which, c->q, &c->want[which]), TKV_OK);
+}
+
+static void create_crowd(crowd *c) {
+    tkv_config cfg = tkv_default_config();
+    memset(c, 0, sizeof *c);
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->changed, NULL);
+    CHECK_EQ(tkv_init_pressure(&c->pressure, NULL, NULL, 0), TKV_OK);
+    CHECK_EQ(tkv_init_feedback(&c->feedback, NULL, NULL, 0), TKV_OK);
+    cfg.model.n_layers = 1;
+    cfg.model.n_heads = HEADS;
+    cfg.model.n_kv_heads = KV_HEADS;
+    cfg.model.head_dim = DK;
+    cfg.model.v_head_dim = DV;
+    cfg.limits.max_seqs = CROWD_SEQS;
+    cfg.tiers.hot_tokens = 50;
+    cfg.tiers.warm_tokens = 200;
+    cfg.budget.bytes = 700 * 1000;
+    cfg.evict.policy = TKV_EVICT_H2O;
+    cfg.importance.sample_every = 3;
+    cfg.meter.heads = KV_HEADS;
+    cfg.meter.every = 2;
+    cfg.meter.tokens = 256;
+    cfg.offload.write = write_offloaded;
+    cfg.offload.read = read_offloaded;
+    cfg.host.isa = tkv_test_isa();
+    if (tkv_create(&cfg, &c->kv) != TKV_OK) exit_with_message("no cache");
+}
+
+static double monotonic_seconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+TEST(everything_at_once) {
+#if !defined(__GNUC__) && !defined(__clang__)
+    SKIP("no atomics");
+#else
+    static void *(*const runs[])(void *) = {run_reporter, run_observer, run_rules};
+    enum { MEMBERS = ATTENDERS + 3 };
+    static crowd c;
+    static member members[MEMBERS];
+    const char *seconds = getenv("TKV_SOAK_SECONDS");
+    const double end = seconds ? monotonic_seconds() + atof(seconds) : 0.0;
+    const long versions = tkv_test_quick() ? 9 : 25;
+    float *q = make_queries();
+    tkv_rng rng = tkv_rng_seed(9);
+    create_crowd(&c);
+    c.q = q;
+    for (int seq = 0; seq < 3; seq++) CHECK_EQ(append_random(c.kv, seq, 20 * GROWTH, &rng), TKV_OK);
+    change_crowd(&c, 0, &rng);
+    memset(members, 0, sizeof members);
+    for (int i = 0; i < MEMBERS; i++) {
+        members[i].crowd = &c;
+        members[i].number = i;
+        if (pthread_create(&members[i].thread, NULL, i < ATTENDERS ? run_attender : runs[i - ATTENDERS],
+                           &members[i]))
+            exit_with_message("no thread");
+    }
+    for (c.n_versions = 1; seconds ? monotonic_seconds() < end : c.n_versions < versions; c.n_versions++) {
+        begin_writing(&c, tkv_test_quick() ? 8 : 24);
+        change_crowd(&c, c.n_versions, &rng);
+        end_writing(&c, 0);
+    }
+    begin_writing(&c, 1);
+    end_writing(&c, 1);
+    for (int i = 0; i < MEMBERS; i++) {
+        const member *m = &members[i];
+        CHECK_EQ(pthread_join(m->thread, NULL), 0);
+        CHECK_MSG(m->n_wrong == 0 && m->n_errors == 0, "thread %d: %ld wrong, %ld errors", i, m->n_wrong,
+                  m->n_errors);
+        if (i < ATTENDERS) c.n_attended += m->n_done;
+        else if (i == ATTENDERS) c.n_reports = m->n_done;
+        else c.n_observed += m->n_done;
+    }
+    CHECK(c.n_attended > 0 && c.n_reports > 0 && c.n_observed > 0);
+    if (seconds)
+        printf("%s s: %ld versions, %ld calls of attention by %d threads, %ld rounds of reports, %ld of "
+               "observers; ",
+               seconds, c.n_versions, c.n_attended, (int)ATTENDERS, c.n_reports, c.n_observed);
+    CHECK_EQ(tkv_check(c.kv, NULL, 0), TKV_OK);
+    tkv_destroy(c.kv);
+    pthread_cond_destroy(&c.changed);
+    pthread_mutex_destroy(&c.lock);
+    free(q);
+#endif
+}
+
 #else /* no threads on this platform */
 #define NO_THREADS_(name)                                                                                    \
     TEST(name) { SKIP("no threads on this platform"); }
@@ -650,6 +1000,7 @@ NO_THREADS_(concurrent_callers)
 NO_THREADS_(concurrent_callers_with_workers)
 NO_THREADS_(scores_from_many_threads)
 NO_THREADS_(pressure_from_many_threads)
+NO_THREADS_(everything_at_once)
 #endif
 
 int main(int argc, char **argv) {
@@ -668,5 +1019,6 @@ int main(int argc, char **argv) {
     RUN(importance_does_not_depend_on_threads);
     RUN(scores_from_many_threads);
     RUN(pressure_from_many_threads);
+    RUN(everything_at_once);
     return tkv_test_end();
 }
