@@ -29,6 +29,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 enum { MOST_FILES = 1024, MOST_RENAMES = 64, MOST_PATH = 1024 };
@@ -85,6 +86,7 @@ static void *find(const char *name) {
 #define real_open REAL(int, open, const char *, int, ...)
 #define real_read REAL(ssize_t, read, int, void *, size_t)
 #define real_write REAL(ssize_t, write, int, const void *, size_t)
+#define real_writev REAL(ssize_t, writev, int, const struct iovec *, int)
 #define real_pread REAL(ssize_t, pread64, int, void *, size_t, off64_t)
 #define real_pwrite REAL(ssize_t, pwrite64, int, const void *, size_t, off64_t)
 #define real_close REAL(int, close, int)
@@ -227,6 +229,13 @@ ssize_t read(int fd, void *to, size_t n) {
 ssize_t write(int fd, const void *from, size_t n) {
     const int how = is_ours(fd) ? count_call(WRITES) : 0;
     return how < 0 ? -1 : real_write(fd, from, how ? half_of(n) : n);
+}
+
+/* A short one writes half of the first part. */
+ssize_t writev(int fd, const struct iovec *parts, int n) {
+    const int how = is_ours(fd) ? count_call(WRITES) : 0;
+    if (how < 0) return -1;
+    return how ? real_write(fd, parts[0].iov_base, half_of(parts[0].iov_len)) : real_writev(fd, parts, n);
 }
 
 ssize_t pread64(int fd, void *to, size_t n, off64_t at) {

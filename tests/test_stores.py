@@ -54,6 +54,12 @@ class Store(unittest.TestCase):
         self.logits = os.path.join(self.place, "logits%d" % self.n)
         return [self.program, DEMO, "-f", self.prompt, "-t", "0", "-n", "24", "--logits", self.logits] + self.options() + list(args)
 
+    def take_short_prompt(self):
+        """Takes the beginning of the prompt, of two pages: for tests with many runs."""
+        self.prompt = os.path.join(self.place, "prompt")
+        with open(PROMPT, "rb") as text, open(self.prompt, "wb") as f:
+            f.write(text.read(1500))
+
     def read(self, *args):
         """Runs the program. Returns its text, its logits and the numbers of its last lines."""
         done = subprocess.run(self.words(*args), capture_output=True, text=True, timeout=120)
@@ -120,6 +126,37 @@ class Lmdb(Store):
             if i % 4 == 3:
                 self.assertEqual(self.read()[:2], want[:2])
         self.assertEqual(self.read("--salt", "k0")[2]["refused"], 0)
+
+    @unittest.skipUnless(sys.platform.startswith("linux"), "LD_PRELOAD and fopencookie are those of Linux")
+    def test_a_disk_that_fails(self):
+        """A call on the files of the store fails, or all from one on. The text is that of no store, or the program says why it ends. The
+        next program finds a whole store."""
+        faults = os.path.join(self.place, "disk_faults.so")
+        subprocess.check_call(["cc", "-O1", "-shared", "-fPIC", os.path.join(ROOT, "tests", "disk_faults.c"), "-o", faults, "-ldl"])
+        self.take_short_prompt()
+        log, folder = os.path.join(self.place, "log"), os.path.join(self.place, "db")
+
+        def read_with(**more):
+            env = dict(os.environ, LD_PRELOAD=faults, DISK_UNDER=folder, **more)
+            return subprocess.run(self.words(), capture_output=True, text=True, timeout=120, env=env)
+        want = self.parse(read_with(DISK_LOG=log).stdout)
+        self.assertEqual(self.read()[2]["refused"], 0)
+        with open(log) as f:
+            calls = f.read().split()
+        self.assertLess({"make", "write", "flush"}, set(calls))
+        went_on = 0
+        for i in range(12):
+            at = 1 + i * len(calls) // 12
+            shutil.rmtree(folder)
+            done = read_with(DISK_AT=str(at), DISK_FAULT="ENOSPC" if i % 3 == 2 else "EIO", DISK_STICKY=str(i % 2))
+            if done.returncode == 0:
+                self.assertEqual(self.parse(done.stdout)[0], want[0], at)
+                went_on += 1
+            else:
+                self.assertRegex(done.stderr, r"^store_lmdb: cannot ", at)
+            after = self.read()
+            self.assertEqual((after[0], after[2]["refused"]), (want[0], 0), at)
+        self.assertGreater(went_on, 4)
 
     def test_damaged_values_are_read_again(self):
         want = self.read("--no-publish")  # nothing is in the store but tables
@@ -228,12 +265,6 @@ class Server(Store):
         self.at = at
         self.assertEqual(out[2]["found"], 0)
         return out
-
-    def take_short_prompt(self):
-        """Takes the beginning of the prompt, of two pages: for tests with many runs."""
-        self.prompt = os.path.join(self.place, "prompt")
-        with open(PROMPT, "rb") as text, open(self.prompt, "wb") as f:
-            f.write(text.read(1500))
 
     @staticmethod
     def noise(numbers):
