@@ -955,7 +955,7 @@ TEST(everything_at_once) {
             exit_with_message("no thread");
     }
     for (c.n_versions = 1; seconds ? monotonic_seconds() < end : c.n_versions < versions; c.n_versions++) {
-        begin_writing(&c, tkv_test_quick() ? 8 : 24);
+        begin_writing(&c, tkv_test_quick() ? 8 : 16);
         change_crowd(&c, c.n_versions, &rng);
         end_writing(&c, 0);
     }
