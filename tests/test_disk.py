@@ -3,7 +3,7 @@
 ends well. What was acknowledged is there afterwards, in the old file or in the new one, each of them whole.
 
 The faults: EIO, a full disk that stays full, a short count, a kill, a power cut that loses what was not flushed, a disk that cannot be written.
-Calls that write and read are tried one in six; TKV_TEST_LONG=1 (make soak) tries all."""
+One in twenty calls that write and read is tried, with one of four power cuts; TKV_TEST_LONG=1 (make soak) tries all."""
 import os
 import re
 import shutil
@@ -17,7 +17,7 @@ import results
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CC = os.environ.get("CC", "cc").split()
-EVERY = 1 if os.environ.get("TKV_TEST_LONG", "0") not in ("", "0") else 6
+EVERY = 1 if os.environ.get("TKV_TEST_LONG", "0") not in ("", "0") else 20
 CHANGES = {"make", "write", "flush", "close", "rename", "remove", "cut"}
 CUTS = ({}, {"DISK_KEEP": "60"}, {"DISK_RENAMED": "1"}, {"DISK_RENAMED": "1", "DISK_KEEP": "60"})
 
@@ -119,7 +119,8 @@ class Saves(Disk):
             n["EIO"] += 1
             self.try_point(mode, old, "KILL", at)
             n["KILL"] += 1
-            for more in CUTS if calls[at - 1] in CHANGES else CUTS[:1]:
+            cuts = CUTS if calls[at - 1] in CHANGES else CUTS[:1]
+            for more in cuts if EVERY == 1 else cuts[at % len(cuts):][:1]:
                 self.try_point(mode, old, "CUT", at, **more)
                 n["CUT"] += 1
         for at in self.points(calls, ("make", "write", "flush")):
@@ -213,7 +214,7 @@ class Spill(Disk):
         self.assertEqual((usual["has"], usual["unwritten"], usual["lost"]), (self.TURNS, 0, 0))
         self.assertGreater(usual["offloaded"], 10)
         tries = unwritten = 0
-        every = max(1, len(calls) // 150) if EVERY > 1 else max(1, len(calls) // 3000)
+        every = max(1, len(calls) // 50) if EVERY > 1 else max(1, len(calls) // 3000)
         for at in [1] + list(range(2, len(calls) + 1, every)):
             for fault in ("EIO", "SHORT", "ENOSPC"):
                 if fault == "ENOSPC" and calls[at - 1] not in ("make", "write") or fault == "SHORT" and calls[at - 1] not in ("read", "write"):
