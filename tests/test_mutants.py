@@ -144,6 +144,8 @@ class Tools(unittest.TestCase):
             ("constant", "b[1] = a + 17;"),
             ("left out", ";"),
             ("constant", "return (2.0f * 1.5f);")])
+        skipped = "\n    if (!TKVI_HAS_EVICT) return 1;\n    TKVI_ASSERT(a > 0);\n"
+        self.assertEqual(mutate.places("x.h", skipped, {2, 3}), [])
         first = mutate.choose(mutate.places("x.h", text, {1, 2, 3, 4, 5}), 4, 7)
         self.assertEqual(len(set(m[2] for m in first)), 4)  # one of a line
         self.assertEqual(first, mutate.choose(mutate.places("x.h", text, {1, 2, 3, 4, 5}), 4, 7))

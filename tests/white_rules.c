@@ -1769,7 +1769,7 @@ TEST(remat_blocks) {
     tkv_remat_block b[BLOCKS];
     tkv_remat_action a[BLOCKS];
     int i, first = -5, count = -5;
-    for (i = 0; i < 8; i++) {
+    for (i = 0; i < 9; i++) {
         init_blocks(b, 1000, 300);
         if (i == 0) b[0].start = -1;
         if (i == 1) b[BLOCKS - 1].end = b[BLOCKS - 1].start;
@@ -1779,6 +1779,7 @@ TEST(remat_blocks) {
         if (i == 5) b[4].use = 1.5f;
         if (i == 6) b[4].use = -INF_;
         if (i == 7) b[4].use = NAN_;
+        if (i == 8) b[0].end--;
         CHECK_EQ(tkv_decide_discard(&r, b, BLOCKS, 1023, 1, 1, a, NULL), TKV_ERR_ARG);
         CHECK_EQ(tkvi_remat_restore(&r, b, BLOCKS, 0, &first, &count), TKV_ERR_ARG);
     }
