@@ -7202,7 +7202,7 @@ static void tkvi_kivi_group(const float *x, int n, int bits, int fit, uint8_t *c
 static void tkvi_kivi_k_layout(tkvi_side *s) {
     s->fit = (int8_t)s->options->fit;
     if (s->options->k_scales == TKV_SCALES_CHANNEL) s->group = TKVI_BLOCK;
-    s->groups = TKVI_BLOCK / s->group;
+    s->groups = (int16_t)(TKVI_BLOCK / s->group); /* gcc warns of it with sanitizers */
     s->tiles.n[s->format->bits] = (uint16_t)(s->pad / 4);
     s->code_bytes = tkvi_tiles_bytes(&s->tiles);
     s->meta_bytes = (size_t)(s->groups * s->pad * 4);
