@@ -128,7 +128,9 @@ class Cmake(Consumer):
         self.check(call([program], self.place))
 
     def test_shared(self):
-        prefix, build = self.install("shared", "-DBUILD_SHARED_LIBS=ON"), os.path.join(self.place, "with-shared")
+        """A shared library exports its functions, also where a project hides those of its own."""
+        prefix = self.install("shared", "-DBUILD_SHARED_LIBS=ON", "-DCMAKE_C_VISIBILITY_PRESET=hidden")
+        build = os.path.join(self.place, "with-shared")
         self.configure(self.consume("cmake"), build, "-DCMAKE_PREFIX_PATH=" + prefix)
         self.check(call([os.path.join(build, "consume")], self.place))
 
