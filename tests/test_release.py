@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 sys.dont_write_bytecode = True
 import results
@@ -234,6 +235,83 @@ class Program(unittest.TestCase):
         self.assertEqual(said[:3], ["a.c:1: tkv_isa_of: tkv_get_build(kv, &build), then build.isa",
                                     "a.c:2: TKV_NONE: now TKV_OFF; as a layer: TKV_ALL_LAYERS; as a sequence: TKV_NO_SEQ; as a step: TKV_NEVER",
                                     "a.c:2: tkv_remat_flops: gone: tkv_seq_recompute counts tkv_remat_info.flops"])
+
+    def test_types_of_others(self):
+        """A field of a type that is not the library's stays, also if a member elsewhere has the variable's name."""
+        files = {"a.h": "struct app { tkv_config cfg; };\nstruct other { llama_config cfg; };\n",
+                 "b.c": "void f(void) { llama_config cfg; cfg.n_layers = 3; }\nvoid g(tkv_config *cfg) { cfg->n_layers = 3; }\n",
+                 "c.c": "void h(struct other *o) { o->cfg.n_layers = 2; }\n"}
+        texts, said, _ = self.tool(files, "--write")
+        self.assertEqual(texts["b.c"], files["b.c"].replace("cfg->n", "cfg->model.n"))
+        self.assertEqual(texts["c.c"], files["c.c"])
+        self.assertEqual(said[:-1], ["c.c:1: n_layers: a field of tkv_config or of another type: which one?"])
+
+    def test_a_second_run_changes_nothing(self):
+        text = "struct app { tkv_config model; };\nvoid f(struct app *a) { a->model.n_layers = 1; }\n"
+        once = self.change(text)
+        self.assertEqual(once, text.replace("model.n_layers", "model.model.n_layers"))
+        self.assertEqual(self.change(once), once)
+
+    def test_tokens(self):
+        for text in ("int x = 1'000; tkv_begin(kv, 0); char c = 'a';\n", 'auto s = u8R"(\")"; tkv_begin(kv, 0); puts("");\n',
+                     'puts("a\\\r\n tkv_begun"); tkv_begin(kv, 0);\r\n'):
+            self.assertEqual(self.change(text), text.replace("begin", "seq_begin"))
+        text = 'puts("a\\\r\n tkv_begin");\r\n'  # a string of two lines
+        self.assertEqual((self.change(text), self.said(text)), (text, ["a.c:2: tkv_begin: in a string: tkv_seq_begin"]))
+        self.assertEqual(self.change("tkv_create_from_text(t, size, h // host\n, &kv, why, n);\n"),
+                         "tkv_create_ex(h // host\n, t, size, &kv, why, n);\n")
+
+    def test_encodings(self):
+        """Bytes that are no UTF-8 stay and are printed as they are. A file with zero bytes is listed."""
+        for name, data in (("a.c", b"/* caf\xe9 */ tkv_begin(kv, 0);\n"), ("b.c", "tkv_begin(kv, 0);\n".encode("utf-16"))):
+            with open(os.path.join(self.place, name), "wb") as f:
+                f.write(data)
+        command = [sys.executable, os.path.join(ROOT, "tools", "rename.py"), "--diff", "--write", self.place]
+        said = subprocess.check_output(command, env={**os.environ, "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8"})
+        self.assertIn(b"\n+/* caf\xe9 */ tkv_seq_begin(kv, 0);\n", said)
+        self.assertIn(b"b.c:1: UTF-16, or no text: not read\n", said)
+        with open(os.path.join(self.place, "a.c"), "rb") as f:
+            self.assertEqual(f.read(), b"/* caf\xe9 */ tkv_seq_begin(kv, 0);\n")
+
+    def test_links_are_left_out(self):
+        """An editor's lock is a link to nowhere, and a link may lead out of the tree."""
+        with tempfile.TemporaryDirectory() as elsewhere:
+            target = os.path.join(elsewhere, "b.c")
+            with open(target, "w") as f:
+                f.write("tkv_begin(kv, 0);\n")
+            os.symlink("nowhere", os.path.join(self.place, ".#a.c"))
+            os.symlink(target, os.path.join(self.place, "b.c"))
+            self.assertEqual(self.tool({"a.c": "tkv_begin(kv, 0);\n"}, "--write")[1],
+                             ["1 names changed in 1 of 1 files; 0 lines above need a person"])
+            with open(target) as f:
+                self.assertEqual(f.read(), "tkv_begin(kv, 0);\n")
+
+    def test_a_path_that_is_missing(self):
+        self.tool({"a.c": "tkv_begin(kv, 0);\n"})
+        done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "rename.py"), "--write", self.place, "/nowhere"],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (2, b"", b"rename.py: there is no /nowhere\n"))
+        with open(os.path.join(self.place, "a.c")) as f:
+            self.assertEqual(f.read(), "tkv_begin(kv, 0);\n")
+
+    def test_all_files_or_none(self):
+        """A file that cannot be written leaves the others as they were."""
+        names = [os.path.join(self.place, name) for name in ("a.c", "b.c")]
+        for name in names:
+            with open(name, "w") as f:
+                f.write("old\n")
+        with unittest.mock.patch("rename.os.access", lambda path, mode: path != names[1]):  # root may write all
+            with self.assertRaisesRegex(PermissionError, "b.c cannot be written"):
+                rename.write({name: "new\n" for name in names})
+        with open(names[0]) as f:
+            self.assertEqual(f.read(), "old\n")
+
+    def test_moved_fields_of_each_version(self):
+        """A struct is listed if its fields have moved since one of the versions."""
+        first, last = ({("type", "tkv_s"): "struct", ("field", "tkv_s." + a): "int", ("field", "tkv_s." + b): "int"}
+                       for a, b in ("xy", "yx"))
+        for versions, moved in (([last, first], {"tkv_s"}), ([first, last], {"tkv_s"}), ([last], set())):
+            self.assertEqual(rename.Rename(rename.Table(""), versions, last).moved, moved)
 
     def test_left_out(self):
         text = "tkv_begin(kv, 0);\n"

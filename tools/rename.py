@@ -6,16 +6,19 @@
     python3 tools/rename.py --write PATH ...     makes them
     python3 tools/rename.py --names HEADER       prints the public names of a header, as in tools/names/
 
-It reads C, C++ and CUDA files, Lua and Python. Git, build folders and tieredkv.h itself are left out.
+It reads C, C++ and CUDA files, Lua and Python, in UTF-8 or any encoding that has ASCII in it. Hidden folders, folders named
+`build`, symbolic links and tieredkv.h itself are left out.
 
 - Whole identifiers are renamed, also in comments. Lua and Python declare C in strings, so there strings are renamed too. In C a
   string is only listed, with names of the table and keys of config texts.
 - A row `f(a, b) -> g(b, 0, a)` rewrites calls, if a call has that number of arguments. A literal on the left must be in the call.
 - A row with words on its right is never applied. Each use is listed as `file:line: name: words`.
-- Fields are renamed in C where the variable's type is declared in the tree. A name that has two types there is listed.
+- Fields are renamed in C where the variable's type is declared in the tree. A name that has two types there is listed, also where
+  one of them is not the library's.
 - Structs that are filled by position are listed, since fields have moved.
 
-The status is 0, or 1 with --check if something needs a change or a person.
+The status is 0, or 1 with --check if something needs a change or a person, or 2 if a path is missing or a file cannot be written.
+Then no file has changed.
 """
 import argparse
 import difflib
@@ -24,13 +27,18 @@ import re
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-C_FILES = (".c", ".h", ".inc", ".cpp", ".hpp", ".cc", ".cxx", ".hh", ".cu", ".cuh", ".m", ".mm")
+C_FILES = (".c", ".h", ".inc", ".cpp", ".hpp", ".cc", ".cxx", ".hh", ".hxx", ".cu", ".cuh", ".m", ".mm")
 OTHER_FILES = (".lua", ".py", ".pyi")
 
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 TOKEN = re.compile(r"""(?P<comment>/\*.*?\*/|//[^\n]*)
-                     | (?P<string>R"(?P<mark>[^()\\\s]*)\(.*?\)(?P=mark)"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
-                     | (?P<name>[A-Za-z_]\w*) | (?P<number>\.?\d[\w.]*) | (?P<space>\s+) | (?P<other>->|.)""", re.S | re.X)
+                     | (?P<string>(?:u8|[uUL])?R"(?P<mark>[^()\\\s]*)\(.*?\)(?P=mark)"
+                                 |"(?:\\(?:\r\n|.)|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+                     | (?P<name>[A-Za-z_]\w*) | (?P<number>\.?\d(?:'?[\w.])*) | (?P<space>\s+) | (?P<other>->|.)""", re.S | re.X)
+
+
+NO_TYPES = {"return", "else", "case", "goto", "sizeof", "new", "delete", "throw", "auto", "struct", "union", "enum", "class",
+            "namespace", "using", "typename"}  # words before a name that declare no variable, or say nothing of its type
 
 
 # >>names. The public names of a header, by kind.
@@ -197,7 +205,7 @@ class Source:
         return -1
 
     def declarations(self, structs):
-        """(name, struct, is a member) of variables, parameters and fields whose type is one of `structs`."""
+        """(place, name, struct, is a member) of variables, parameters and fields. The struct is one of `structs`, or empty."""
         braces = []  # of each open brace: whether it is that of a struct
         for p, i in enumerate(self.code):
             token = self.old[i]
@@ -217,20 +225,28 @@ class Source:
                         q = self.close(q) + 1
                     if self.at(q) not in (";", ",", "=", ")", ":"):
                         break
-                    yield name, token, bool(braces and braces[-1])
+                    yield p, name, token, bool(braces and braces[-1])
                     if self.at(q) == "=":  # jump over a value
                         while self.at(q) not in (",", ";", ""):
                             q = self.close(q) + 1 if self.at(q) in ("(", "[", "{") else q + 1
                     if self.at(q) != ",":
                         break
                     q += 1
+            elif self.kinds[i] == "name" and token not in NO_TYPES and self.at(p - 1) not in (".", "->"):
+                q = p + 1
+                while self.at(q) in ("*", "const", "&"):
+                    q += 1
+                if re.fullmatch(r"[A-Za-z_]\w*", self.at(q)) and self.at(q + 1) in (";", ",", "=", ")", "[", "{"):
+                    yield p, self.at(q), "", bool(braces and braces[-1])
 
 
 class Rename:
     """What the table does to the files of a tree."""
 
-    def __init__(self, table, names, today):
-        self.table = table
+    def __init__(self, table, versions, today):
+        self.table, names = table, {}
+        for version in versions:
+            names.update(version)
         self.structs = {name for (kind, name), what in names.items() if kind == "type" and what == "struct"}
         self.fields = {tuple(name.split(".")) for kind, name in names if kind == "field"}
         self.kinds = {}  # (struct, field) -> struct of the field
@@ -238,8 +254,9 @@ class Rename:
             base = re.sub(r"const |[ *]|\[.*", "", what)
             if kind == "field" and base in self.structs:
                 self.kinds[tuple(name.split("."))] = base
-        self.moved = {name for name in self.structs if not self.keeps_order(name, names, today)}
-        self.members = {}  # name of a field of the program's -> structs
+        self.moved = {name for name in self.structs
+                      if not all(self.keeps_order(name, version, today) for version in versions)}
+        self.members = {}  # name of a field of the program's -> structs, and an empty string for all other types
         self.wanted = {field for _, field in list(table.fields) + [key for key in table.sentences if isinstance(key, tuple)]}
 
     def keeps_order(self, struct, names, today):
@@ -251,9 +268,15 @@ class Rename:
         return fields(today, self.table.renames.get(struct, struct))[:len(old)] == old
 
     def learn(self, source):
-        for name, struct, is_member in source.declarations(self.structs):
+        for _, name, struct, is_member in source.declarations(self.structs):
             if is_member:
                 self.members.setdefault(name, set()).add(struct)
+
+    def types_of(self, name, place, local):
+        """Structs that a name may have at a place. If some of its types are not the library's, the one declared last counts."""
+        known = {struct for _, struct in local.get(name, [])}
+        before = [struct for declared, struct in local.get(name, []) if declared < place]
+        return {before[-1]} if "" in known and before else known
 
     def types_before(self, source, place, local):
         """Structs that the expression may have that ends before `place`, a `.` or `->`."""
@@ -262,23 +285,24 @@ class Rename:
             opening = source.open(p)
             if source.at(p) == ")" and not re.match(r"\w", source.at(opening - 1)):  # (*x).y, (x).y
                 inside = [source.at(k) for k in range(opening + 1, p) if source.at(k) not in ("*", "&")]
-                return local.get(inside[0], set()) if len(inside) == 1 else set()
+                return self.types_of(inside[0], place, local) if len(inside) == 1 else set()
             p = opening - 1
         name = source.at(p)
         if source.at(p - 1) in (".", "->"):
             owners = self.types_before(source, p - 1, local)
-            known = {self.kinds[owner, name] for owner in owners if (owner, name) in self.kinds}
-            return known or local.get("." + name) or self.members.get(name, set())
+            if owners - {""}:  # a field of the library's, with the name that it had or has today
+                return {self.kinds[owner, name] for owner in owners if (owner, name) in self.kinds}
+            return {struct for _, struct in local.get("." + name, [])} or self.members.get(name, set())
         if source.at(p + 1) == "(":  # a call
             return set()
-        return local.get(name) or self.members.get(name, set())
+        return self.types_of(name, place, local) or self.members.get(name, set())
 
     def apply(self, text):
         """(new text, number of changes, [(line, name, sentence)]) of a file in C."""
         source, changes, listed = Source(text), 0, []
         local = {}
-        for name, struct, is_member in source.declarations(self.structs):
-            local.setdefault("." + name if is_member else name, set()).add(struct)
+        for place, name, struct, is_member in source.declarations(self.structs):
+            local.setdefault("." + name if is_member else name, []).append((place, struct))
         # fields
         filled = []  # of each open brace: the struct that it fills, if known
         for p, i in enumerate(source.code):
@@ -297,13 +321,14 @@ class Rename:
                 owners = self.types_before(source, p - 1, local)
             else:
                 continue
+            others = ["another type"] if "" in owners else []
             owners = {owner for owner in owners if (owner, token) in self.fields}
             new = {self.table.fields.get((owner, token), token) for owner in owners}
-            if len(new) == 1 and new != {token}:
+            if len(new) > 1 or new - {token} and others:
+                listed.append((source.lines[i], token, "a field of %s: which one?" % " or of ".join(sorted(owners) + others)))
+            elif new - {token}:
                 source.tokens[i] = new.pop()
                 changes += 1
-            elif len(new) > 1:
-                listed.append((source.lines[i], token, "a field of %s: which one?" % " or of ".join(sorted(owners))))
             for owner in owners:
                 listed += [(source.lines[i], "%s.%s" % (owner, token), s) for s in self.table.sentences.get((owner, token), [])]
         # names
@@ -347,7 +372,7 @@ class Rename:
             p, array = place - 2, ""
             while source.at(p) == "]":
                 p, array = source.open(p) - 1, array + "[]"
-            names = local.get(source.at(p), set())
+            names = {struct for _, struct in local.get(source.at(p), [])} - {""}
             return next(iter(names)) + array if len(names) == 1 and source.at(p - 1) in names | {","} else ""
         if source.at(place - 1) in ("{", ",") and filled and filled[-1].endswith("[]"):
             return filled[-1][:-2]
@@ -375,8 +400,7 @@ class Rename:
                 continue
             values = {x: a for x, a in zip(left, arguments) if re.match(r"[a-z]", x)}
             parts = [values[x] if x in values else " " + x for x in right]
-            first = parts[0].lstrip() if right[0] == left[0] else parts[0].strip()
-            source.tokens[source.code[place]] = "%s(%s)" % (target, ",".join([first] + [
+            source.tokens[source.code[place]] = "%s(%s)" % (target, ",".join([parts[0].lstrip()] + [
                 part if part[:1].isspace() else " " + part for part in parts[1:]]))
             for i in range(source.code[place] + 1, source.code[end] + 1):
                 source.tokens[i] = ""
@@ -425,22 +449,40 @@ def files_of(paths):
     for path in paths:
         if os.path.isfile(path):
             yield path
+        elif not os.path.isdir(path):
+            raise FileNotFoundError("there is no %s" % path)
         for place, folders, names in os.walk(path):
             folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "build")
             for name in sorted(names):
-                if name.endswith(C_FILES + OTHER_FILES) and name not in ("tieredkv.h", "tieredkv_cuda.cu"):
-                    yield os.path.join(place, name)
+                file = os.path.join(place, name)
+                if (name.endswith(C_FILES + OTHER_FILES) and name not in ("tieredkv.h", "tieredkv_cuda.cu")
+                        and os.path.isfile(file) and not os.path.islink(file)):
+                    yield file
 
 
 def old_names():
-    folder, names = os.path.join(ROOT, "tools", "names"), {}
-    for name in sorted(os.listdir(folder)):
-        names.update(names_of(os.path.join(folder, name)))
-    return names
+    """The names of each file of tools/names/."""
+    folder = os.path.join(ROOT, "tools", "names")
+    return [names_of(os.path.join(folder, name)) for name in sorted(os.listdir(folder))]
 
 
 def todays_names():
     return {**names_of(os.path.join(ROOT, "src", "api.h")), **names_of(os.path.join(ROOT, "src", "cuda", "api.h"))}
+
+
+def read(path):
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as f:
+        return f.read()
+
+
+def write(texts):
+    """Writes all files, or none if one is closed to this user."""
+    for path in texts:
+        if not os.access(path, os.W_OK):
+            raise PermissionError("%s cannot be written, so no file has changed" % path)
+    for path, text in texts.items():
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as f:
+            f.write(text)
 
 
 def main():
@@ -459,25 +501,33 @@ def main():
         return 0
     with open(options.table, encoding="utf-8") as f:
         work = Rename(Table(f.read()), old_names(), todays_names())
-    texts = {}
-    for path in files_of(options.paths):
-        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as f:
-            texts[path] = f.read()
-        if path.endswith(C_FILES):
-            work.learn(Source(texts[path]))
-    total = people = changed = 0
-    for path, text in texts.items():
-        new, changes, listed = (work.apply if path.endswith(C_FILES) else work.apply_words)(text)
-        total, people, changed = total + changes, people + len(listed), changed + (new != text)
-        if options.diff:
-            sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), new.splitlines(True), path, path))
-        for line, name, sentence in listed:
-            print("%s:%d: %s: %s" % (path, line, name, sentence))
-        if options.write and new != text:
-            with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as f:
-                f.write(new)
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape", newline="")  # --diff has the bytes of the files
+    try:
+        texts = {path: read(path) for path in files_of(options.paths)}
+        for path, text in texts.items():
+            if path.endswith(C_FILES):
+                work.learn(Source(text))
+        news, total, people = {}, 0, 0
+        for path, text in texts.items():
+            if "\0" in text:
+                print("%s:1: UTF-16, or no text: not read" % path)
+                people += 1
+                continue
+            new, changes, listed = (work.apply if path.endswith(C_FILES) else work.apply_words)(text)
+            total, people = total + changes, people + len(listed)
+            if new != text:
+                news[path] = new
+            if options.diff:
+                sys.stdout.writelines(difflib.unified_diff(text.splitlines(True), new.splitlines(True), path, path))
+            for line, name, sentence in listed:
+                print("%s:%d: %s: %s" % (path, line, name, sentence))
+        if options.write:
+            write(news)
+    except OSError as error:
+        print("rename.py: %s" % error, file=sys.stderr)
+        return 2
     print("%d names %s in %d of %d files; %d lines above need a person"
-          % (total, "changed" if options.write else "to change", changed, len(texts), people))
+          % (total, "changed" if options.write else "to change", len(news), len(texts), people))
     return 1 if options.check and (total or people) else 0
 
 
