@@ -13,6 +13,8 @@ sys.dont_write_bytecode = True
 import results
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import release
 
 PARTS = {
     "tieredkv.h": '/* The list. */\n\n#include "doc.h"\n#include "a.h"\n#if X\n#include "b.h"\n#endif\n',
@@ -265,9 +267,9 @@ class Version(unittest.TestCase):
         sections = re.findall(r"\n## (\S+)", read("CHANGELOG.md").replace(",", ""))
         self.assertIn(sections[0], ("Unreleased", version))
         self.assertIn([s for s in sections if s != "Unreleased"][:1], ([], [version]))  # none before the first release
-        for path, pattern in (("build.zig.zon", r'\.version = "(.*)"'), ("packaging/vcpkg/vcpkg.json", r'"version": "(.*)"'),
-                              ("packaging/rust/tieredkv-sys/Cargo.toml", r'^version = "(.*)"')):
-            self.assertEqual(re.findall(pattern, read(*path.split("/")), re.M), [version], path)
+        names = ["src/api.h", "build.zig.zon", "packaging/vcpkg/vcpkg.json", "packaging/rust/tieredkv-sys/Cargo.toml",
+                 "packaging/rust/tieredkv-sys/src/bindings.rs", "README.md", "tests/consume/cmake/CMakeLists.txt"]
+        self.assertEqual(release.places(version, names), {name: read(*name.split("/")) for name in names})
         manual = read("src", "manual.h")
         self.assertEqual(set(re.findall(r"\bv(\d+\.\d+\.\d+)", manual)) - {version}, set())
 

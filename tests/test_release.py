@@ -483,19 +483,26 @@ class Release(unittest.TestCase):
         status, said = self.tool("4.6.0")
         self.assertEqual(status, 1)
         self.assertIn("a test fails", said)
+        self.assertIn("all files are as they were", said)
         self.assertNotIn("git tag", said)
+        self.assertEqual(self.git("status", "--porcelain", "--ignored"), "")
 
     def test_places(self):
         """Each pattern changes the version of its file and nothing else."""
         old, new = "0.1.0", "0.12.3"
-        for pattern, text in (("examples/python/pyproject.toml", '[project]\nname = "x"\nversion = "%s"\n[tool.y]\nversion = "9.9.9"\n'),
-                              ("build.zig.zon", '.{ .name = .tieredkv, .version = "%s", .minimum_zig_version = "0.14.0" }\n'),
-                              ("meson.build", "project('tieredkv', 'c', meson_version: '>=0.63', version: '%s')\n"),
-                              ("CMakeLists.txt", "cmake_minimum_required(VERSION 3.10.1)\nproject(tieredkv VERSION %s LANGUAGES C)\n"),
-                              ("packaging/*.csproj", "<Version>%s</Version><PackageReference Version=\"1.2.3\"/>\n"),
+        for pattern, text in (("build.zig.zon", '.{ .name = .tieredkv, .version = "%s", .minimum_zig_version = "0.14.0" }\n'),
+                              ("README.md", '`requires = "tieredkv/%s"`, "other/0.1.0"\n'),
+                              ("tests/consume/*/CMakeLists.txt", "cmake_minimum_required(VERSION 3.10.1)\nfind_package(tieredkv %s REQUIRED)\n"),
                               ("packaging/*/vcpkg.json", '{ "name": "x", "version": "%s", "y": "1.0.0" }\n')):
             place = dict(release.PLACES)[pattern]
             self.assertEqual(re.subn(place, r"\g<1>" + new, text % old), (text % new, 1))
+
+    def test_bindings(self):
+        name = "packaging/rust/tieredkv-sys/src/bindings.rs"
+        version = re.findall(r"pub const TKV_VERSION.*\n", release.places("2.13.4", ["src/api.h", name])[name])
+        self.assertEqual("".join(version), "pub const TKV_VERSION_MAJOR: u32 = 2;\npub const TKV_VERSION_MINOR: u32 = 13;\n"
+                         "pub const TKV_VERSION_PATCH: u32 = 4;\npub const TKV_VERSION_STRING: &[u8; 7usize] = b\"2.13.4\\0\";\n"
+                         "pub const TKV_VERSION: u32 = 21304;\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
    `## Unreleased` above it.
 4. `make check` and tests/test_house.py run.
 
-Other files that have the old version are listed: perhaps they need a row in PLACES.
+If a step fails, all files are as they were. Other files that have the old version are listed: perhaps they need a row in PLACES.
 """
 import argparse
 import datetime
@@ -26,16 +26,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PRODUCTS = ("tieredkv.h", "tieredkv_cuda.cu")
 VERSION = r"\d+\.\d+\.\d+"
 
-# File and the pattern of its version; what stands in the first group stays. CMake, meson and setup.py read src/api.h or
-# tieredkv.h themselves if they have no version of their own.
+# File and the pattern of its version; what stands in the first group stays. CMake, meson, Conan and setup.py read the header.
 PLACES = [("src/api.h", r'(#define TKV_VERSION_STRING ")%s(?=")' % VERSION),
+          ("packaging/*/bindings.rs", r'(pub const TKV_VERSION_STRING: &\[u8; \d+usize\] = b")%s(?=\\0")' % VERSION),
           ("packaging/*/Cargo.toml", r'(\[package\][^\[]*?\nversion = ")%s(?=")' % VERSION),
           ("packaging/*/vcpkg.json", r'("version": ")%s(?=")' % VERSION),
-          ("packaging/*.csproj", r"(<Version>)%s(?=</Version>)" % VERSION),
-          ("examples/python/pyproject.toml", r'(\[project\][^\[]*?\nversion = ")%s(?=")' % VERSION),
           ("build.zig.zon", r'(\.version = ")%s(?=")' % VERSION),
-          ("meson.build", r"(\bversion ?: ?')%s(?=')" % VERSION),
-          ("CMakeLists.txt", r"(project\([^)]*VERSION )%s" % VERSION)]
+          ("README.md", r'(requires = "tieredkv/)%s(?=")' % VERSION),
+          ("tests/consume/*/CMakeLists.txt", r"(find_package\(tieredkv )%s(?= )" % VERSION)]
 
 
 class Refusal(Exception):
@@ -65,13 +63,15 @@ def numbers(version):
     return tuple(int(n) for n in version.split("."))
 
 
-def set_version(api, version):
-    """src/api.h with another version."""
+def set_version(text, version):
+    """The text of src/api.h, or of its bindings for Rust, with other numbers."""
     for name, number in zip(("MAJOR", "MINOR", "PATCH"), numbers(version)):
-        api, n = re.subn(r"(#define TKV_VERSION_%s )\d+\n" % name, r"\g<1>%d\n" % number, api)
+        text, n = re.subn(r"(TKV_VERSION_%s(?:: u32 =)? )\d+(?=;?\n)" % name, r"\g<1>%d" % number, text)
         if n != 1:
-            raise Refusal("src/api.h has %d lines of TKV_VERSION_%s" % (n, name))
-    return api
+            raise Refusal("there are %d lines of TKV_VERSION_%s" % (n, name))
+    major, minor, patch = numbers(version)
+    text = re.sub(r"(TKV_VERSION_STRING: &\[u8; )\d+", r"\g<1>%d" % (len(version) + 1), text)
+    return re.sub(r"(TKV_VERSION: u32 = )\d+", r"\g<1>%d" % (major * 10000 + minor * 100 + patch), text)
 
 
 def places(version, files):
@@ -81,10 +81,9 @@ def places(version, files):
         for name in fnmatch.filter(files, pattern):
             text, n = re.subn(place, r"\g<1>" + version, read(name))
             if n:
-                texts[name] = text
+                texts[name] = set_version(text, version) if "TKV_VERSION_MAJOR" in text else text
     if "src/api.h" not in texts:
         raise Refusal("src/api.h has no TKV_VERSION_STRING")
-    texts["src/api.h"] = set_version(texts["src/api.h"], version)
     return texts
 
 
@@ -142,9 +141,28 @@ def release(version, date, dry_run, check):
     print("version %s -> %s in: %s" % (old, version, ", ".join(sorted(texts))))
     for line in left_behind(old, files, texts) if version != old else []:
         print("still %s: %s" % (old, line))
+    changed = sorted(set(texts) | set(PRODUCTS) | {"CHANGELOG.md", names})
     if dry_run:
-        print("would write: %s" % ", ".join(sorted(set(texts) | set(PRODUCTS) | {"CHANGELOG.md", names})))
+        print("would write: %s" % ", ".join(changed))
         return
+    before = {name: read(name) if os.path.exists(os.path.join(ROOT, name)) else None for name in changed}
+    try:
+        make(version, date, texts, names, check)
+    except BaseException:
+        for name, text in before.items():
+            if text is not None:
+                write(name, text)
+            elif os.path.exists(os.path.join(ROOT, name)):
+                os.remove(os.path.join(ROOT, name))
+        print("release.py: all files are as they were", file=sys.stderr)
+        raise
+    print("Read `git diff`, run .ci/run, then:")
+    print("    git add -A && git commit -m 'Version %s'" % version)
+    print("    git tag -a v%s -m 'tieredkv %s' && git push --follow-tags" % (version, version))
+
+
+def make(version, date, texts, names, check):
+    """Writes the files of a release, and checks them."""
     for name, text in texts.items():
         write(name, text)
     run(sys.executable, "tools/amalgamate.py")
@@ -155,9 +173,6 @@ def release(version, date, dry_run, check):
     for command in (("make", "-s", "check"), (sys.executable, "tests/test_house.py")) if check else ():
         run(*command)
         print("ok: %s" % " ".join(command))
-    print("Read `git diff`, run .ci/run, then:")
-    print("    git add -A && git commit -m 'Version %s'" % version)
-    print("    git tag -a v%s -m 'tieredkv %s' && git push --follow-tags" % (version, version))
 
 
 def main():
