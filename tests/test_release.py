@@ -489,9 +489,9 @@ class Release(unittest.TestCase):
 
     def test_places(self):
         """Each pattern changes the version of its file and nothing else."""
-        old, new = "0.1.0", "0.12.3"
+        old, new = "7.8.9", "7.10.3"
         for pattern, text in (("build.zig.zon", '.{ .name = .tieredkv, .version = "%s", .minimum_zig_version = "0.14.0" }\n'),
-                              ("README.md", '`requires = "tieredkv/%s"`, "other/0.1.0"\n'),
+                              ("README.md", '`requires = "tieredkv/%s"`, "other/7.8.9"\n'),
                               ("tests/consume/*/CMakeLists.txt", "cmake_minimum_required(VERSION 3.10.1)\nfind_package(tieredkv %s REQUIRED)\n"),
                               ("packaging/*/vcpkg.json", '{ "name": "x", "version": "%s", "y": "1.0.0" }\n')):
             place = dict(release.PLACES)[pattern]

@@ -2,12 +2,15 @@
 //
 //   cc -O2 -shared -fPIC examples/tieredkv.c -o libtieredkv.so -lm        (or CMake with -DBUILD_SHARED_LIBS=ON)
 //
+// It is libtieredkv.dylib on macOS and tieredkv.dll on Windows.
+//
 //   using (var kv = new TieredKV.Cache("model.n_layers = 4\nmodel.n_heads = 8\nmodel.head_dim = 64")) {
 //       kv.Append(seq, layer, k, v);     // [n][n_kv_heads][head_dim] each, keys after RoPE
 //       kv.Attend(seq, layer, q, output);   // both are [n][n_heads][head_dim]
 //   }
 //
-// Keys of the config are those of the manual, chapter 6. Each error is a TieredKV.Error with the library's sentence.
+// Keys of the config are those of the manual, chapter 6. Each error is a TieredKV.Error with the library's sentence; arrays of a
+// wrong length are an ArgumentException.
 using System;
 using System.Collections.Concurrent;
 using System.Runtime.InteropServices;
@@ -139,8 +142,8 @@ public sealed class Cache : IDisposable {
     tkv_layer_info Shape(int layer) { return shapes.GetOrAdd(layer, i => Layer(0, i)); }
 
     static int Count(float[] a, int each, float[] b, int also) {
-        int n = a.Length / each;
-        if (n == 0 || a.Length != n * each || (b == null ? 0 : b.Length) != n * also)
+        int n = a == null ? 0 : a.Length / each;
+        if (n == 0 || a.Length != n * each || (b == null ? 0 : b.Length) != (long)n * also)
             throw new ArgumentException("a token takes " + each + " and " + also + " floats");
         return n;
     }

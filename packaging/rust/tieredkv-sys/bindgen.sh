@@ -1,5 +1,6 @@
 #!/bin/sh
-# Writes src/bindings.rs from the header, by bindgen. tests/test_consume.py compares the file with what this writes.
+# Prints the declarations of the header for Rust; `./bindgen.sh -o src/bindings.rs` writes the file. tests/test_consume.py
+# compares both.
 cd "$(dirname "$0")" && bindgen ../../../tieredkv.h --allowlist-file '.*/tieredkv\.h' --no-layout-tests --no-doc-comments \
     --no-prepend-enum-name --with-derive-default --size_t-is-usize --blocklist-type '__.*' \
     --raw-line '// By bindgen.sh, with bindgen 0.60. Edit nothing here.' \
