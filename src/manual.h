@@ -1371,7 +1371,7 @@
  *   Rust. packaging/rust/tieredkv-sys compiles the library and declares its functions. CFLAGS takes switches.
  *
  *   Go. packaging/go is a package for cgo, with errors for statuses and checked lengths of slices. CGO_CFLAGS takes
- *   switches.
+ *   switches. -O2 comes with the package.
  *
  *   Python. `pip install ./examples/python` compiles the header once, and its arrays are those of numpy.
  *
@@ -1392,7 +1392,7 @@
  *     xcrun -sdk iphoneos clang -arch arm64 -O2 -c tieredkv.c
  *
  *   Freestanding. With -ffreestanding -DTKV_NO_MALLOC -DTKV_CORE -DTKV_NO_SIMD -DTKV_NO_REPORTS the library needs the
- *   headers float.h, stddef.h, stdint.h, string.h and math.h, and these functions of yours: memcmp, memcpy, memmove,
- *   memset, strcmp, exp, expf, fabsf, log, logf, sqrt, sqrtf, tanh, tanhf. tkv_create_in_place takes the memory, and
- *   tkv_get_required_bytes says how much.
+ *   headers float.h, stddef.h, stdint.h, string.h and math.h, and at most these functions of yours: memcmp, memcpy,
+ *   memmove, memset, strcmp, strlen, exp, expf, fabsf, log, log1p, logf, sqrt, sqrtf, tanh, tanhf.
+ *   tkv_create_in_place takes the memory, and tkv_get_required_bytes says how much.
  */

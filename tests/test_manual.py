@@ -295,6 +295,26 @@ static void give(void *, void *memory, size_t, size_t) { held--; free(memory); }
                     self.assertEqual(done.returncode == 0, compiles, "%s: %s" % (line, done.stderr.decode()))
 
 
+class Freestanding(unittest.TestCase):
+    @unittest.skipUnless(shutil.which("nm"), "there is no nm")
+    def test_what_it_needs(self):
+        """With the flags of chapter 17 an object, here without optimization, wants no other header and function than it says."""
+        text = re.sub(r"\n \* +", " ", re.search(r"Freestanding\. With (?:.|\n)*?\n \*/", read("src", "manual.h")).group())
+        flags = re.search(r"With ((?:-\S+ )+)the library", text).group(1).split()
+        headers = set(re.findall(r"\w+\.h", text))
+        functions = set(re.search(r"of yours: ([\w, ]+)\.", text).group(1).split(", "))
+        with tempfile.TemporaryDirectory() as place:
+            library = os.path.join(place, "tieredkv.o")
+            done = subprocess.run(CC + ["-std=c99", "-O0", "-w", "-H"] + flags + [
+                "-c", os.path.join(ROOT, "examples", "tieredkv.c"), "-o", library], stderr=subprocess.PIPE, check=True)
+            symbols = subprocess.check_output(["nm", library]).decode()
+        used = set(re.findall(r"^\.\. .*?(\w+\.h)$", done.stderr.decode(), re.M))
+        self.assertEqual(used, headers)
+        wanted = re.findall(r" U _?([a-z]\w*)", symbols)
+        self.assertGreater(len(wanted), 8)
+        self.assertLessEqual(set(wanted), functions)
+
+
 class Extraction(unittest.TestCase):
     """The test finds what is wrong."""
 
