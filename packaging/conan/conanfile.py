@@ -52,7 +52,7 @@ class TieredKV(ConanFile):
         header.set_property("cmake_target_name", "tieredkv::tieredkv")
         header.set_property("pkg_config_name", "tieredkv")
         header.libdirs, header.bindirs = [], []
-        if self.settings.get_safe("os") != "Windows":  # whose C library has these functions itself
+        if self.settings.get_safe("os") != "Windows":  # The C library of Windows has the functions of libm.
             header.system_libs = ["m"]
         library.set_property("cmake_target_name", "tieredkv::implementation")
         library.set_property("pkg_config_name", "tieredkv-implementation")
