@@ -205,6 +205,8 @@ class Program(unittest.TestCase):
     def test_designators(self):
         self.assertEqual(self.change("tkv_config c = {.n_layers = 2, .spill = {.user = u}};\nf(&(tkv_attend_params){.mass = m});\n"),
                          "tkv_config c = {.model.n_layers = 2, .offload = {.user = u}};\nf(&(tkv_attend_params){.scores = m});\n")
+        self.assertEqual(self.change("tkv_config c = {.spill = {.store = f, .fetch = g}, .warm = {TKV_F16, TKV_F16}};\n"),
+                         "tkv_config c = {.offload = {.write = f, .read = g}, .tiers.warm = {TKV_F16, TKV_F16}};\n")
 
     def test_two_types_of_a_name(self):
         text = "void f(tkv_evict_view *x) { x->mass; }\nvoid g(tkv_attend_params *x) { x->mass; }\n"

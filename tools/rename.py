@@ -368,6 +368,8 @@ class Rename:
 
     def filled_by(self, source, place, local, filled):
         """The struct that a brace after `=`, after a cast or in an array fills, `struct[]` for an array; else an empty string."""
+        if source.at(place - 1) == "=" and source.at(place - 3) == "." and filled and filled[-1] in self.structs:
+            return self.kinds.get((filled[-1], source.at(place - 2)), "")
         if source.at(place - 1) == "=":
             p, array = place - 2, ""
             while source.at(p) == "]":
