@@ -263,6 +263,11 @@ class Program(unittest.TestCase):
         self.assertEqual(self.change("tkv_create_from_text(t, size, h // host\n, &kv, why, n);\n"),
                          "tkv_create_ex(h // host\n, t, size, &kv, why, n);\n")
 
+    def test_brackets_that_do_not_close(self):
+        """Branches of the preprocessor may open more brackets than they close."""
+        text = "tkv_config c = {\n#if A\n.x = f(1,\n#else\n.x = f(2,\n#endif\n3)};\ntkv_begin(kv, 0);\ntkv_config d[\n"
+        self.assertEqual(self.change(text), text.replace("begin", "seq_begin"))
+
     def test_encodings(self):
         """Bytes that are no UTF-8 stay and are printed as they are. A file with zero bytes is listed."""
         for name, data in (("a.c", b"/* caf\xe9 */ tkv_begin(kv, 0);\n"), ("b.c", "tkv_begin(kv, 0);\n".encode("utf-16"))):

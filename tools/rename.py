@@ -187,13 +187,13 @@ class Source:
         return self.old[self.code[place]] if 0 <= place < len(self.code) else ""
 
     def close(self, place):
-        """The place of the bracket that closes the one at `place`; -1 without one."""
+        """The place of the bracket that closes the one at `place`; the end of `code` without one."""
         depth = 0
         for p in range(place, len(self.code)):
             depth += (self.at(p) in ("(", "[", "{")) - (self.at(p) in (")", "]", "}"))
             if depth == 0:
                 return p
-        return -1
+        return len(self.code)
 
     def open(self, place):
         """The place of the bracket that opens the one that closes at `place`; -1 without one."""
@@ -388,7 +388,7 @@ class Rename:
         if source.at(place + 1) != "(":
             return None
         end, arguments, depth = source.close(place + 1), [""], 0
-        if end < 0:
+        if end == len(source.code):
             return None
         for i in range(source.code[place + 1] + 1, source.code[end]):
             token = source.old[i]
