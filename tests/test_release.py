@@ -249,9 +249,10 @@ class Program(unittest.TestCase):
         self.assertEqual(said[:-1], ["c.c:1: n_layers: a field of tkv_config or of another type: which one?"])
 
     def test_a_second_run_changes_nothing(self):
-        text = "struct app { tkv_config model; };\nvoid f(struct app *a) { a->model.n_layers = 1; }\n"
+        text = ("struct app { tkv_config model; };\n"
+                "void f(struct app *a) { tkv_config model = {.n_layers = 1}; a->model.n_layers = model.n_layers; }\n")
         once = self.change(text)
-        self.assertEqual(once, text.replace("model.n_layers", "model.model.n_layers"))
+        self.assertEqual(once, text.replace(".n_layers", ".model.n_layers"))
         self.assertEqual(self.change(once), once)
 
     def test_tokens(self):

@@ -289,6 +289,8 @@ class Rename:
             p = opening - 1
         name = source.at(p)
         if source.at(p - 1) in (".", "->"):
+            if source.at(p - 2) in ("{", ","):  # a designator with two names
+                return set()
             owners = self.types_before(source, p - 1, local)
             if owners - {""}:  # a field of the library's, with the name that it had or has today
                 return {self.kinds[owner, name] for owner in owners if (owner, name) in self.kinds}
