@@ -47,7 +47,7 @@ class Consumer(unittest.TestCase):
                 missing("%s is missing" % tool)
         cls.place = tempfile.mkdtemp()
         cls.addClassCleanup(shutil.rmtree, cls.place, ignore_errors=True)
-        cls.tree = os.path.join(cls.place, "tree")
+        cls.tree = os.path.join(cls.place, "a tree")  # people's paths have spaces
         for name in FILES:
             source, target = os.path.join(ROOT, name), os.path.join(cls.tree, name)
             os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -171,7 +171,7 @@ class Vcpkg(Consumer):
     TOOLS = ["cmake"]
 
     def test_portfile(self):
-        """The port builds the library by functions that stand for vcpkg's, and names the version of the header."""
+        """The port builds the library by functions that stand for vcpkg's."""
         prefix, build = os.path.join(self.place, "prefix"), os.path.join(self.place, "build")
         call(["cmake", "-DCURRENT_PORT_DIR=" + os.path.join(self.tree, "packaging", "vcpkg"), "-DCURRENT_PACKAGES_DIR=" + prefix,
               "-DBUILD=" + build, "-P", self.consume("vcpkg", "functions.cmake")], self.place)
@@ -245,10 +245,15 @@ class Rust(Consumer):
 class Go(Consumer):
     TOOLS = ["go"]
 
+    def go(self, place, *words):
+        call(["go", *words], place, CGO_CFLAGS=FAST, GOCACHE=os.path.join(self.place, "go"), GOPROXY="off", GOFLAGS="-mod=mod")
+
     def test_module(self):
-        call(["go", "build", "-o", "consume", "."], self.consume("go"), CGO_CFLAGS=FAST, GOCACHE=os.path.join(self.place, "go"),
-             GOPROXY="off", GOFLAGS="-mod=mod")
+        self.go(self.consume("go"), "build", "-o", "consume", ".")
         self.check(call([self.consume("go", "consume")], self.place))
+
+    def test_package(self):
+        self.go(os.path.join(self.tree, "packaging", "go"), "test", ".")
 
 
 class CSharp(Consumer):
@@ -280,6 +285,13 @@ class CSharp(Consumer):
             f.write("using System;\nusing System.Runtime.InteropServices;\nusing TieredKV;\nclass Layout {\n"
                     "static void Main() {\n%s\n}\n}\n" % "\n".join(lines))
         self.assertEqual(self.build("layout.exe", source), layout(self.place, fields))
+
+    def test_sentinels(self):
+        with open(os.path.join(self.tree, "packaging", "csharp", "TieredKV.cs"), encoding="utf-8") as f:
+            numbers = dict(re.findall(r"\b(AllLayers|Unlimited) = (-\d+)", f.read()))
+        with open(os.path.join(ROOT, "src", "api.h"), encoding="ascii") as f:
+            header = dict(re.findall(r"#define TKV_(ALL_LAYERS|UNLIMITED) \((-\d+)\)", f.read()))
+        self.assertEqual(numbers, {"AllLayers": header["ALL_LAYERS"], "Unlimited": header["UNLIMITED"]})
 
 
 def count_functions():

@@ -1,10 +1,11 @@
 // Package tieredkv holds the keys and values of a transformer in three tiers. Recent tokens are exact, and older ones are
 // compressed. The comments of tieredkv.h document each call in full.
 //
-// CGO_CFLAGS has more words for the compiler, such as switches of the manual's chapter 2: -DTKV_CORE.
+// CGO_CFLAGS has more words for the compiler, such as switches of the manual's chapter 2: -DTKV_CORE. It replaces
+// Go's own -O2, so the package asks for -O2 itself.
 package tieredkv
 
-// #cgo CFLAGS: -I${SRCDIR}/../..
+// #cgo CFLAGS: -O2 -I${SRCDIR}/../..
 // #cgo !windows LDFLAGS: -lm
 // #include "tieredkv.h"
 import "C"
@@ -12,6 +13,7 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"unsafe"
 )
@@ -82,6 +84,7 @@ func (c *Cache) check(status C.tkv_status) error {
 
 // checkChange returns the error of a call that changes the cache. Such calls leave a sentence.
 func (c *Cache) checkChange(status C.tkv_status) error {
+	defer runtime.KeepAlive(c)
 	err := c.check(status)
 	if text := C.GoString(C.tkv_get_last_error(c.kv)); err != nil && text != "" {
 		err = errors.New("tieredkv: " + text)
@@ -99,7 +102,17 @@ func (c *Cache) count(layer int, a []float32, size func(shape) int, b []float32,
 	if n == 0 || len(a) != n*each || len(b) != n*also {
 		return 0, fmt.Errorf("tieredkv: %d and %d floats, and a token of layer %d takes %d and %d", len(a), len(b), layer, each, also)
 	}
-	return C.int(n), nil
+	return number(n), nil
+}
+
+// number converts to an int of C. What does not fit becomes the nearest one: no sequence, layer or length is as large.
+func number(x int) C.int {
+	if x > math.MaxInt32 {
+		return math.MaxInt32
+	} else if x < math.MinInt32 {
+		return math.MinInt32
+	}
+	return C.int(x)
 }
 
 func floats(x []float32) *C.float {
@@ -115,7 +128,7 @@ func (c *Cache) Append(seq, layer int, k, v []float32) error {
 	if err != nil {
 		return err
 	}
-	return c.checkChange(C.tkv_append(c.kv, C.int(seq), C.int(layer), floats(k), floats(v), n))
+	return c.checkChange(C.tkv_append(c.kv, number(seq), number(layer), floats(k), floats(v), n))
 }
 
 // Attend computes causal attention of the last n tokens: q is [n][n_heads][head_dim], out is [n][n_heads][v_head_dim].
@@ -124,27 +137,27 @@ func (c *Cache) Attend(seq, layer int, q, out []float32) error {
 	if err != nil {
 		return err
 	}
-	return c.check(C.tkv_attend(c.kv, C.int(seq), C.int(layer), floats(q), n, floats(out)))
+	return c.check(C.tkv_attend(c.kv, number(seq), number(layer), floats(q), n, floats(out)))
 }
 
-// Len returns the tokens of a sequence in a layer.
+// Len returns the tokens of a sequence in a layer, and 0 for a sequence or a layer that does not exist.
 func (c *Cache) Len(seq, layer int) int {
 	defer runtime.KeepAlive(c)
-	return int(C.tkv_get_length(c.kv, C.int(seq), C.int(layer)))
+	return int(C.tkv_get_length(c.kv, number(seq), number(layer)))
 }
 
-// Fork lets the empty sequence dst share the first n tokens of src.
+// Fork makes dst a copy of the first n tokens of src. Both share the bytes. What dst held before is released.
 func (c *Cache) Fork(src, dst, n int) error {
-	return c.checkChange(C.tkv_seq_fork(c.kv, C.int(src), C.int(dst), C.int(n)))
+	return c.checkChange(C.tkv_seq_fork(c.kv, number(src), number(dst), number(n)))
 }
 
 // Truncate keeps the first n tokens of a sequence.
 func (c *Cache) Truncate(seq, n int) error {
-	return c.checkChange(C.tkv_seq_truncate(c.kv, C.int(seq), C.int(n)))
+	return c.checkChange(C.tkv_seq_truncate(c.kv, number(seq), number(n)))
 }
 
 // Reset empties a sequence.
-func (c *Cache) Reset(seq int) error { return c.checkChange(C.tkv_seq_reset(c.kv, C.int(seq))) }
+func (c *Cache) Reset(seq int) error { return c.checkChange(C.tkv_seq_reset(c.kv, number(seq))) }
 
 // Memory reports what the cache holds, exact to the byte.
 func (c *Cache) Memory() (Memory, error) {
