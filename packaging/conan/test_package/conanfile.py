@@ -24,4 +24,4 @@ class Consume(ConanFile):
     def test(self):
         if can_run(self):
             for program in ("consume", "consume_own"):
-                self.run(os.path.join(self.cpp.build.bindir, program), env="conanrun")
+                self.run('"%s"' % os.path.join(self.cpp.build.bindir, program), env="conanrun")
