@@ -36,9 +36,7 @@ void tkv_destroy(tkv_cache *kv);
 int tkv_append(tkv_cache *kv, int seq, int layer, const float *k, const float *v, int n);
 int tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 int tkv_get_length(const tkv_cache *kv, int seq, int layer);
-int tkv_seq_begin(tkv_cache *kv, int seq);
-int tkv_seq_commit(tkv_cache *kv, int seq);
-int tkv_seq_abort(tkv_cache *kv, int seq);
+int tkv_seq_begin(tkv_cache *, int seq), tkv_seq_commit(tkv_cache *, int seq), tkv_seq_abort(tkv_cache *, int seq);
 int tkv_seq_fork(tkv_cache *kv, int src, int dst, int n);
 int tkv_seq_truncate(tkv_cache *kv, int seq, int n);
 int tkv_seq_reset(tkv_cache *kv, int seq);
@@ -48,15 +46,16 @@ int tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, siz
 int tkv_get_memory(const tkv_cache *kv, tkv_memory_info *out);
 int tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 int tkv_get_tiers(const tkv_cache *kv, int seq, int layer, int start, int n, uint8_t *tiers);
-const char *tkv_get_status_text(int status);
-const char *tkv_get_last_error(const tkv_cache *kv);
+const char *tkv_get_status_text(int status), *tkv_get_last_error(const tkv_cache *kv);
 ]]
 local ALL_LAYERS, UNLIMITED = -3, -2
 
 local Cache = {}
-Cache.__index = Cache
 
-local function floats(x) return type(x) == "table" and ffi.new("float[?]", #x, x) or x end
+local function floats(x, n) -- an array, or a list of n numbers
+  if type(x) == "table" and #x < n then error("a list has " .. #x .. " of " .. n .. " numbers", 3) end
+  return type(x) == "table" and ffi.new("float[?]", #x, x) or x
+end
 
 local function check(self, status)
   if status == 0 then return self end
@@ -65,17 +64,16 @@ local function check(self, status)
 end
 
 function Cache:append(seq, layer, k, v, n)
-  return check(self, self.C.tkv_append(self.kv, seq, layer, floats(k), floats(v), n))
+  return check(self, self.C.tkv_append(self.kv, seq, layer, floats(k, n * self.k_row), floats(v, n * self.v_row), n))
 end
 
--- Returns `out`, or an array that the next call uses again.
+-- Returns `out`, or an array that the next call uses again. Layers with heads of their own need `out`, and no lists.
 function Cache:attend(seq, layer, q, n, out)
-  if not out and n * self.out_floats > self.out_size then
-    self.out_size = n * self.out_floats
-    self.out = ffi.new("float[?]", self.out_size)
+  if not out and n * self.out_row > self.out_size then
+    self.out_size, self.out = n * self.out_row, ffi.new("float[?]", n * self.out_row)
   end
   out = out or self.out
-  check(self, self.C.tkv_attend(self.kv, seq, layer, floats(q), n, out))
+  check(self, self.C.tkv_attend(self.kv, seq, layer, floats(q, n * self.q_row), n, out))
   return out
 end
 
@@ -141,8 +139,11 @@ return function(path)
     local text, out, reason = "", ffi.new("tkv_cache *[1]"), ffi.new("char[200]")
     for key, value in pairs(config) do text = text .. key .. " = " .. tostring(value) .. "\n" end
     if C.tkv_create_ex(nil, text, #text, out, reason, 200) ~= 0 then error(ffi.string(reason), 2) end
-    local heads = config["model.n_heads"] * (config["model.v_head_dim"] or config["model.head_dim"])
-    return setmetatable({C = C, kv = ffi.gc(out[0], C.tkv_destroy), out_floats = heads, out_size = 0}, Cache)
+    local function size(key, or_else) local x = tonumber(config[key]) or 0; return x > 0 and x or or_else end
+    local heads, dim = size("model.n_heads"), size("model.head_dim")
+    local kv_heads, v_dim = size("model.n_kv_heads", heads), size("model.v_head_dim", dim)
+    return setmetatable({C = C, kv = ffi.gc(out[0], C.tkv_destroy), out_size = 0, out_row = heads * v_dim,
+      q_row = heads * dim, k_row = kv_heads * dim, v_row = kv_heads * v_dim}, {__index = Cache})
   end
   return {create = create, C = C}
 end

@@ -75,11 +75,17 @@ raises("checksum", function() kv:load(2, damaged, "toy") end)
 raises("model", function() kv:load(2, bytes, "another") end)
 holds(kv:length(2) == 0, "a refused sequence is empty")
 
--- Lists of Lua's, errors of configs, bytes.
+-- Lists of Lua's, sizes that the config leaves to the library, errors of configs, bytes.
 local list = {}
 for i = 1, KV_HEADS * DIM do list[i] = i / 100 end
 kv:append(3, 0, list, list, 1)
 holds(kv:length(3, 0) == 1, "a list of Lua's")
+raises("a list has 64 of 128 numbers", function() kv:append(3, 0, list, list, 2) end)
+raises("a list has 64 of 128 numbers", function() kv:attend(3, 0, list, 1) end)
+local plain = tieredkv.create {["model.n_layers"] = 1, ["model.n_heads"] = HEADS, ["model.head_dim"] = DIM,
+  ["model.v_head_dim"] = 0}
+plain:append(0, 0, q, random(HEADS * DIM), 1)
+holds(ffi.sizeof(plain:attend(0, 0, q, 1)) == 4 * HEADS * DIM, "the size of an output, by defaults of the library")
 raises("no_heads", function() tieredkv.create {["model.no_heads"] = 1} end)
 raises("sequence", function() kv:truncate(99, 0) end)
 local m = kv:memory()
