@@ -4,6 +4,7 @@ needs luajit, love, libsdl2-dev and xvfb-run. TKV_TEST_STRICT=1: a test whose to
 as they are documented, and the whole village is played."""
 import functools
 import os
+import random
 import re
 import shutil
 import struct
@@ -60,14 +61,6 @@ def library():
 class Binding(unittest.TestCase):
     """tieredkv.lua, with luajit alone."""
 
-    STRUCTS = {"tkv_memory_info": "total tier tables slack offloaded peak fp16_bytes ratio ratio_f32",
-               "tkv_seq_memory_info": "own shared share",
-               "tkv_save_params": "seq model model_bytes tokens n_tokens with_scores length former former_bytes scratch "
-                                  "scratch_bytes info",
-               "tkv_load_params": "seq model model_bytes tokens token_capacity recover attach release release_user "
-                                  "scratch scratch_bytes",
-               "tkv_load_info": "n_tokens n_saved_tokens n_tables n_recoded n_attached end"}
-
     @classmethod
     def setUpClass(cls):
         need("luajit")
@@ -83,12 +76,22 @@ class Binding(unittest.TestCase):
         self.assertEqual((run.returncode, run.stderr), (0, ""), run.stdout)
         self.assertRegex(run.stdout, r"^\d+ passed, 0 failed\n$")
 
+    @staticmethod
+    def structs():
+        """The structs that tieredkv.lua declares: name -> names of the fields."""
+        found = {}
+        for body, name in re.findall(r"^typedef struct \{(.*?)\} (\w+);$", read("tieredkv.lua"), re.M | re.S):
+            body = re.sub(r"\(\*(\w+)\)\([^)]*\)", r"\1", body)  # pointers to functions
+            found[name] = re.findall(r"(\w+)(?:\[\d+\])?[,;]", body)
+        return found
+
     def test_structs_are_those_of_the_header(self):
-        c, lua = "", ""
-        for name, fields in self.STRUCTS.items():
+        c, lua, structs = "", "", self.structs()
+        self.assertEqual(len(structs), read("tieredkv.lua").count("typedef struct {"))
+        for name, fields in structs.items():
             c += 'printf("%%zu\\n", sizeof(%s));\n' % name
             lua += "print(ffi.sizeof('%s'))\n" % name
-            for field in fields.split():
+            for field in fields:
                 c += 'printf("%%zu\\n", offsetof(%s, %s));\n' % (name, field)
                 lua += "print(ffi.offsetof('%s', '%s'))\n" % (name, field)
         source, program = os.path.join(self.place, "sizes.c"), os.path.join(self.place, "sizes")
@@ -102,6 +105,105 @@ class Binding(unittest.TestCase):
 
     def test_is_short(self):
         self.assertLess(len(read("tieredkv.lua").splitlines()), 150)
+
+
+class Keys(unittest.TestCase):
+    """The village without a picture: LuaJIT presses keys, and looks at what a frame would draw."""
+
+    HEAD = """
+local ffi = require "ffi"
+ffi.cdef((io.open("examples/love/village.h"):read("*a"):gsub("\\n#[^\\n]*", "\\n")))
+ffi.cdef "int usleep(unsigned us);"
+local C, o, reason = ffi.load(arg[1]), ffi.new("village_options"), ffi.new("char[256]")
+o.model, o.folder, o.is_silent = "examples/data/demo.gguf", arg[2], 1
+local v = C.village_create(o, reason, 256)
+if v == nil then print(ffi.string(reason)); os.exit(0) end
+local view = C.village_frame(v, 1000)
+local function frames(n) for _ = 1, n do view = C.village_frame(v, 1000); ffi.C.usleep(2000) end end
+local function state() return view.person[view.selected].state end
+local function await(which) -- VILLAGE_SILENT is 2, VILLAGE_SPEAKING 4
+  for _ = 1, 20000 do
+    if state() == which then return end
+    frames(1)
+  end
+  error("state " .. state())
+end
+local function press(...) for _, key in ipairs {...} do C.village_key(v, key); frames(3) end end
+local function print_lines()
+  for i = 0, view.n_lines - 1 do
+    print(view.line[i].kind, (ffi.string(view.line[i].text):gsub("\\n", "/")))
+  end
+end
+"""
+
+    @classmethod
+    def setUpClass(cls):
+        need("luajit")
+        place = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(place.cleanup)
+        cls.place = place.name
+        cls.library = os.path.join(place.name, "libvillage.so")
+        documented("village.c", cls.library)
+
+    def run_lua(self, script, folder=None):
+        """Returns the lines that a script prints."""
+        path = os.path.join(self.place, "keys.lua")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(self.HEAD + script + "\nC.village_destroy(v)\n")
+        run = subprocess.run(["luajit", path, self.library, folder or self.place], cwd=ROOT, capture_output=True, text=True,
+                             timeout=300)
+        self.assertEqual((run.returncode, run.stderr), (0, ""))
+        return run.stdout.splitlines()
+
+    def test_a_number_is_asked_in_a_speech(self):
+        lines = self.run_lua("""
+await(2)
+press("tab")
+await(4)
+press("n")
+await(2)
+print_lines()
+print("-")
+press("i")
+frames(20)
+print_lines()
+""")
+        at = lines.index("-")
+        kinds, texts = zip(*(line.split("\t") for line in lines[:at]))
+        self.assertEqual(kinds, ("0", "1", "3"))  # question, answer, note
+        self.assertRegex(texts[1], "^.{20}")
+        self.assertRegex(texts[2], r"^Its number, asked from memory: \d+ \(\w+\)$")
+        kinds, after = zip(*(line.split("\t") for line in lines[at + 1:]))
+        self.assertEqual((kinds, after[:3]), (("4", "4", "3", "3"), texts))  # question and answer are taken back
+        self.assertRegex(after[3], r"^Interrupted: [1-9]\d+ tokens were taken back\.$")
+
+    def test_letters_that_are_typed(self):
+        lines = self.run_lua("""
+press("return")
+for _, text in ipairs {"\u00dcber \u0119 and \u00d4, ", "\u201csay\u201d ", "it\u2019s \u2014 \u05d4\u6f22", "\\127\\1"} do
+  C.village_type(v, text)
+end
+print(ffi.string(view.typed))
+C.village_type(v, ("x"):rep(500))
+print(#ffi.string(view.typed))
+press("escape")
+print(view.is_typing)
+""")
+        self.assertEqual(lines[0], "ber  and , \"say\" it's - ")
+        self.assertEqual(lines[-2:], ["95", "0"])
+
+    def test_folders(self):
+        lines = self.run_lua("""
+await(2)
+press("s")
+for _ = 1, 1000 do
+  if view.message[0] ~= 0 then break end
+  frames(1)
+end
+print(ffi.string(view.message))
+""", os.path.join(self.place, "none"))
+        self.assertEqual(lines, [NAMES[1] + " is not saved: No such file or directory"])
+        self.assertEqual(self.run_lua("", "x" * 512), ["the name of the folder is too long"])
 
 
 class Log:
@@ -231,6 +333,17 @@ quit
         refused, = self.play("until silent\nkey l\nuntil done\nquit\n", "--silent").of("refused")
         self.assertIn("there is no saved file", refused)
 
+    def test_keys_while_the_past_is_read(self):
+        """Who has read half of its past is not saved before it is loaded, or has read all."""
+        self.play("until silent\nkey s\nuntil done\nquit\n", "--silent")
+        log = self.play("key s\nkey l\nkey s\nuntil done\nquit\n", "--silent")
+        self.assertEqual((len(log.of("saved")), len(log.of("loaded"))), (2, 1))
+        self.assertEqual({line.split()[-3] for line in log.of("saved")}, {str(1512 * 2048)})
+        log = self.play("key l\nkey a\nkey s\nuntil silent\nframes 60\nquit\n", "--silent")
+        names = [line.rsplit(" ", 4)[0] for line in log.of("saved")]
+        self.assertEqual(names.count(NAMES[1]), 2)
+        self.assertEqual({line.split()[-3] for line in log.of("saved")}, {str(1512 * 2048)})
+
     def check_colors(self, n_colors, n_bright):
         """A picture is not blank: it has many colours, and the light of windows, letters and fire."""
         self.assertGreater(n_colors, 30)
@@ -275,6 +388,19 @@ class Sdl(Scene, unittest.TestCase):
         n_tokens = 1512 * int(last[1]) // int(first[1])
         self.assertTrue(1512 < n_tokens <= 1984, n_tokens)
         self.assertEqual(log.of("loaded")[0].split()[2:], last[2:])
+
+    def test_keys_in_any_order(self):
+        """Keys of any kind, a few frames apart, whatever the people do: all wishes are served, and no one is half saved."""
+        dice, script = random.Random(4), ""
+        for _ in range(120):
+            key = dice.choice("tab tab i i n s s l l g left right return".split())
+            script += "key %s\n" % key + ("type Who?\nkey return\n" if key == "return" else "")
+            script += "frames %d\n" % dice.choice((1, 1, 2, 5, 40))
+        log = self.play(script + "until done\nuntil silent\nnext\nuntil done\nquit\n", "--silent")
+        self.assertEqual(len(log.of("next")), 1)
+        self.assertTrue(log.of("saved") and log.of("loaded") and log.of("number") and log.of("undone"))
+        self.assertEqual({line.split(": ", 1)[1] for line in log.of("refused")} - {"there is no saved file"}, set())
+        self.assertGreater(min(int(line.split()[-3]) for line in log.of("saved")), 1424 * 2048)
 
     def test_small_budget(self):
         """Where the budget has no room for all pasts, some people sleep on. Others do what they are asked."""

@@ -73,7 +73,7 @@ typedef struct villager {
     int n_lines, file_bytes;
 } villager;
 
-typedef struct request { /* of the player; the next frame carries it out */
+typedef struct request { /* of the player; the next frame carries it out, or a later one */
     int who, wishes, interrupts;
     char text[VILLAGE_TEXT]; /* a question, or "" */
 } request;
@@ -124,12 +124,22 @@ static void add_line(villager *p, int kind, const char *text) {
     snprintf(p->line[p->n_lines++].text, VILLAGE_TEXT, "%s", text);
 }
 
-/* Adds bytes of the model's to a text, as ASCII: quotes and dashes of UTF-8 become those of a typewriter. */
+/* Writes the speech to the newest line of an answer. A note may stand behind it. */
+static void show_speech(villager *p) {
+    int i = p->n_lines - 1;
+    while (i >= 0 && p->line[i].kind != VILLAGE_ANSWER) i--;
+    if (i >= 0) memcpy(p->line[i].text, p->speech, sizeof p->speech);
+}
+
+/* Adds bytes of UTF-8 to a text, as ASCII: quotes and dashes (E2 80 xx) become those of a typewriter. The bytes of the
+ * model may begin within a character. */
 static void add_bytes(char *text, size_t size, const char *bytes, int n) {
     size_t used = strlen(text);
     for (int i = 0; i < n && used + 1 < size; i++) {
         const unsigned char c = (unsigned char)bytes[i];
+        const int is_third = i == 0 || (unsigned char)bytes[i - 1] == 0x80;
         if (c == '\n' ? used > 0 && text[used - 1] != '\n' : c >= 32 && c < 127) text[used++] = (char)c;
+        else if (!is_third) continue;
         else if (c == 0x98 || c == 0x99) text[used++] = '\'';
         else if (c == 0x9c || c == 0x9d) text[used++] = '"';
         else if (c == 0x94) text[used++] = '-';
@@ -318,7 +328,7 @@ static void end_speech(village *v, int who) {
     p->speaks = p->is_asked = 0;
     p->n_queued = p->n_heard = 0;
     if (n && p->speech[n - 1] == '\n') p->speech[n - 1] = 0;
-    if (p->n_lines) memcpy(p->line[p->n_lines - 1].text, p->speech, sizeof p->speech);
+    show_speech(p);
     if (v->log) {
         char text[VILLAGE_TEXT];
         memcpy(text, p->speech, sizeof text);
@@ -338,7 +348,7 @@ static void speak(village *v, int who) { /* one token */
     const int ends_line = len > 0 && piece[len - 1] == '\n', was_empty = !p->speech[0];
     if (!remember(v, who, &token, 1)) return;
     add_bytes(p->speech, sizeof p->speech, piece, len);
-    if (p->n_lines) memcpy(p->line[p->n_lines - 1].text, p->speech, sizeof p->speech);
+    show_speech(p);
     p->n_spoken++;
     p->next_time += p->is_asked ? answer_pace : gossip_pace;
     if (p->next_time < latency_now() - .25) p->next_time = latency_now();
@@ -462,14 +472,17 @@ static void load_person(village *v, int who) {
     load.tokens = numbers;
     load.token_capacity = SAVED_NUMBERS;
     name_file(v, p, path, sizeof path);
+    v->in_step = who; /* requests wait: a question would be lost with the present talk */
     pthread_mutex_unlock(&v->lock);
     void *bytes = llama_read_file(path, &size);
     pthread_mutex_lock(&v->lock);
+    v->in_step = -1;
     if (!bytes) why = "there is no saved file";
     else {
         tkv_status status = tkv_seq_load(v->kv, &load, bytes, size, &info);
-        if (status == TKV_OK &&
-            (info.n_saved_tokens != SAVED_NUMBERS || numbers[0] < 0 || numbers[0] >= v->model.vocab))
+        const int n = next_position(v, SPARE);
+        if (status == TKV_OK && (info.n_saved_tokens != SAVED_NUMBERS || numbers[0] < 0 ||
+                                 numbers[0] >= v->model.vocab || n <= PROMPT || n > MEMORY))
             why = "the file has a sequence that the village did not save";
         else if (status != TKV_OK) why = fault_of(v, status);
         else {
@@ -499,10 +512,11 @@ static void load_person(village *v, int who) {
     free(bytes);
 }
 
+/* A wish to load is the oldest one: later wishes for the same person alone wait in carry_out. */
 static void serve_wish(village *v, int who) {
     villager *p = &v->of[who];
-    const int wishes = p->wishes;
-    p->wishes = 0;
+    const int wishes = p->wishes & WISH_LOAD ? WISH_LOAD : p->wishes;
+    p->wishes &= ~wishes;
     if (wishes & (WISH_THINK | WISH_NEXT)) {
         const unsigned thought = think(v, who);
         if (wishes & WISH_NEXT)
@@ -597,19 +611,19 @@ static void take_back(village *v, int who) {
     }
     char text[VILLAGE_TEXT];
     snprintf(text, sizeof text, "Interrupted: %d tokens were taken back.", n);
-    for (int i = p->n_lines; i-- > 0 && p->line[i].kind <= VILLAGE_OTHER;) {
-        const int is_question = p->line[i].kind != VILLAGE_ANSWER;
+    for (int i = p->n_lines, is_question = 0; i-- > 0 && !is_question;) {
+        if (p->line[i].kind == VILLAGE_NOTE) continue;
+        is_question = p->line[i].kind != VILLAGE_ANSWER;
         p->line[i].kind = VILLAGE_TAKEN_BACK;
-        if (is_question) break;
     }
     add_line(p, VILLAGE_NOTE, text);
     p->speaks = p->n_queued = p->n_heard = p->is_asked = p->undo_length = 0;
     tell(v, "undone %s %d\n", p->name, n);
 }
 
-/* Returns 0 if the request has to wait, since the model computes a token of this person. */
+/* Returns 0 if the request has to wait: the model computes a token of this person, or a former wish is not served. */
 static int carry_out(village *v, const request *r) {
-    if (r->who >= 0 && r->who == v->in_step) return 0;
+    if (r->who >= 0 && (r->who == v->in_step || v->of[r->who].wishes & ~WISH_THINK)) return 0;
     if (r->wishes & WISH_NUMBER) v->n_asked = v->n_remembered = 0;
     for (int i = 0; i < PEOPLE; i++) {
         villager *p = &v->of[i];
@@ -858,8 +872,10 @@ village *village_create(const village_options *options, char *reason, size_t siz
     v->rng = people_seed(4711);
     v->view.budget = VILLAGE_BUDGET;
     int ok = 1;
-    if (options->log) v->log = fopen(options->log, "w");
-    if (options->log && !v->log) ok = 0, snprintf(reason, size, "cannot write %s", options->log);
+    if (options->folder && strlen(options->folder) >= sizeof v->folder)
+        ok = 0, snprintf(reason, size, "the name of the folder is too long");
+    if (ok && options->log) v->log = fopen(options->log, "w");
+    if (ok && options->log && !v->log) ok = 0, snprintf(reason, size, "cannot write %s", options->log);
     if (ok && options->script) ok = begin_script(v, options->script, reason, size);
     if (ok) ok = llama_load(options->model, NULL, &v->model, reason, size);
     place_people(v);
@@ -870,7 +886,7 @@ village *village_create(const village_options *options, char *reason, size_t siz
     v->next_gossip = v->second_start + 2;
     if (ok) ok = v->has_thread = pthread_create(&v->thread, NULL, run_model, v) == 0;
     if (ok) return v;
-    if (!*reason) snprintf(reason, size, "no thread can be started");
+    if (size && !*reason) snprintf(reason, size, "no thread can be started");
     village_destroy(v);
     return NULL;
 }
