@@ -34,25 +34,26 @@ local function commas(n) -- 12,345,678
 end
 
 -- >>life
-local function options()
+local function options(words)
   local o = {model = source .. "/../data/demo.gguf", folder = love.filesystem.getSaveDirectory()}
+  local has_value = {["--model"] = true, ["--script"] = true, ["--log"] = true, ["--folder"] = true}
   local i = 1
-  while arg[i] do
-    local name = arg[i]:match("^%-%-(%w+)$")
-    if name == "silent" then o.silent = true
-    elseif name then o[name] = arg[i + 1]; i = i + 1 end
+  while words[i] do
+    if words[i] == "--silent" then o.silent = true
+    elseif has_value[words[i]] and words[i + 1] then o[words[i]:sub(3)] = words[i + 1]; i = i + 1
+    else error(words[i] .. ": unknown option, or its value is missing", 0) end
     i = i + 1
   end
   return o
 end
 
-function love.load()
+function love.load(words)
   local header = assert(io.open(source .. "/village.h")):read("*a")
   ffi.cdef((header:gsub("\n#[^\n]*", "\n")))
   local ok, library = pcall(ffi.load, source .. "/libvillage.so")
   if not ok then error("The command at the top of main.lua builds libvillage.so: " .. library, 0) end
   C = library
-  keep = options()
+  keep = options(words)
   love.filesystem.createDirectory("")
   local o, reason = ffi.new("village_options"), ffi.new("char[256]")
   o.model, o.folder, o.script, o.log = keep.model, keep.folder, keep.script, keep.log

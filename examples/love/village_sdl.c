@@ -303,9 +303,11 @@ static void draw(SDL_Renderer *r, SDL_Texture *ground, const village_view *view,
 
 /* >>main */
 static void save_shot(SDL_Renderer *r, const char *path) { /* as BMP, which SDL2 writes by itself */
-    SDL_Surface *s = SDL_CreateRGBSurfaceWithFormat(0, 2 * WIDTH, 2 * HEIGHT, 32, SDL_PIXELFORMAT_ARGB8888);
+    SDL_Rect all = {0, 0, 0, 0}; /* a window may have another size than it was created with */
+    if (SDL_GetRendererOutputSize(r, &all.w, &all.h) != 0) return;
+    SDL_Surface *s = SDL_CreateRGBSurfaceWithFormat(0, all.w, all.h, 32, SDL_PIXELFORMAT_ARGB8888);
     if (!s) return;
-    if (SDL_RenderReadPixels(r, NULL, s->format->format, s->pixels, s->pitch) != 0 ||
+    if (SDL_RenderReadPixels(r, &all, s->format->format, s->pixels, s->pitch) != 0 ||
         SDL_SaveBMP(s, path) != 0)
         fprintf(stderr, "village: no picture: %s\n", SDL_GetError());
     SDL_FreeSurface(s);
