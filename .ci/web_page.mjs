@@ -66,17 +66,20 @@ async function screenshot(page, name, fullPage = true) {
     await page.screenshot({ path: `${folder}/${name}.png`, fullPage })
 }
 
-// Drops bytes on the page, as a file.
-async function drop(page, bytes) {
-    const data = await page.evaluateHandle((base64) => {
-        const transfer = new DataTransfer()
-        transfer.items.add(new File([Uint8Array.from(atob(base64), (c) => c.charCodeAt(0))], 'talk.tkv'))
-        return transfer
-    }, Buffer.from(bytes).toString('base64'))
-    await page.dispatchEvent('body', 'drop', { dataTransfer: data })
-    await page.waitForTimeout(50)
-    return done(page)
+// Drops bytes on the page, as a file, and once more at once if `again`. Returns what a screen reader hears of the last
+// drop, and at the end.
+async function dropTwice(page, bytes, again = true) {
+    const first = await page.evaluate(([base64, times]) => {
+        const dataTransfer = new DataTransfer()
+        dataTransfer.items.add(new File([Uint8Array.from(atob(base64), (c) => c.charCodeAt(0))], 'talk.tkv'))
+        for (let i = 0; i < times; i++)
+            document.body.dispatchEvent(new DragEvent('drop', { dataTransfer, bubbles: true, cancelable: true }))
+        return document.getElementById('status').textContent
+    }, [Buffer.from(bytes).toString('base64'), again ? 2 : 1])
+    return [first, await done(page)]
 }
+
+const drop = async (page, bytes) => (await dropTwice(page, bytes, false))[1]
 
 // The newest answers: name, hidden number, and what both say.
 async function answers(page) {
@@ -138,6 +141,7 @@ async function saveAndLoad(page) {
         check(/^Refused: the file: [^.]+\. The talk goes on as it was\.$/.test(said), `byte ${i} of 16: ${said}`)
     }
     check((await drop(page, bytes.subarray(0, 5000))).startsWith('Refused: '), 'a cut file')
+    check((await drop(page, Buffer.alloc(6e6))).startsWith('Refused: no talk has 6,000,000 bytes.'), 'a large file')
     check((await drop(page, Buffer.from('no talk'))).startsWith('Refused: '), 'another file')
     check((await press(page, 'Flip one byte of the file, and load it')).startsWith('Refused: '), 'the button that damages')
     equal(await text(page, 'fingerprint'), fingerprint, 'the talk after refused files')
@@ -157,6 +161,9 @@ async function saveAndLoad(page) {
     equal(await text(page, 'talk'), after, 'the talk that goes on')
     const known = await answers(page)
     check(known.hidden === '40886' && known.plain !== '40886' && known.tiered === '40886', 'asked after a load')
+    const [meanwhile, end] = await dropTwice(page, bytes)
+    equal(meanwhile, 'The page is at work. Load the file again when it has finished.', 'a file that is dropped meanwhile')
+    check(end.includes(`fingerprint ${fingerprint}.`), end)
     await page.getByLabel('Load a file').setInputFiles({ name: 'x.tkv', mimeType: '', buffer: bytes })
     await page.waitForTimeout(50)
     check((await done(page)).includes(`fingerprint ${fingerprint}.`), 'a chosen file')
@@ -218,6 +225,15 @@ async function longTalk(page) { // to the end of the model's context
     check(said.startsWith('The model reads 2,048 tokens at most.'), said)
     check(await figure(page, 'bytes-tiered') <= BUDGET, 'a full context is within the budget')
     await screenshot(page, 'full')
+    for (said = ''; !said.startsWith('The model reads');) said = await press(page, 'Say it')
+    for (let i = 0; i < 4; i++) { // a first ending may have room for some words
+        said = await press(page, 'Fork the talk')
+        if (!said.startsWith('Two endings')) break
+        await press(page, 'Go on with A')
+    }
+    check(said.startsWith('The model reads 2,048 tokens at most.'), `endings of a full context: ${said}`)
+    equal(await page.evaluate(() => document.activeElement.id), 'fork', 'the focus when there is no ending')
+    equal(await page.getByRole('button', { name: 'Go on with A' }).count(), 0, 'endings when there is no ending')
 }
 
 // >>without a mouse

@@ -3,6 +3,7 @@
 
 const BUDGET = 1310720 // bytes of each memory
 const PART = 1000 // letters of the chapter that "Talk on" reads at least: about 250 tokens
+const MOST_FILE = 4 * BUDGET // bytes of a file, more than any talk has
 const ENDING = 60 // tokens of an ending
 const ANSWERS = 4 // rows of the table
 const SPEECH = 250 // tokens that Romeo speaks when the chapter has ended
@@ -35,7 +36,7 @@ function onMessage({ data }) {
     }
     const { resolve, reject } = waiting.get(data.id)
     waiting.delete(data.id)
-    if (data.error) reject(Error(data.error))
+    if ('error' in data) reject(Error(data.error))
     else resolve(data.result)
 }
 
@@ -317,6 +318,7 @@ async function fork() {
         })
     } catch (error) {
         showEndings(false)
+        at('fork').focus()
         throw error
     }
     say('Two endings were spoken. Both share the past of the talk. Go on with one of them.')
@@ -361,7 +363,13 @@ function onSubmit(id, text, run) {
 }
 
 async function loadFile(chosen) {
-    if (chosen) await job('The file is being loaded.', async () => load(new Uint8Array(await chosen.arrayBuffer())))
+    if (busy) say('The page is at work. Load the file again when it has finished.')
+    else if (chosen)
+        await job('The file is being loaded.', async () => {
+            if (chosen.size > MOST_FILE)
+                throw Error(`Refused: no talk has ${number(chosen.size)} bytes. The talk goes on as it was.`)
+            await load(new Uint8Array(await chosen.arrayBuffer()))
+        })
 }
 
 function listen() {
@@ -393,8 +401,9 @@ function listen() {
         document.body.classList.remove('dropping')
         loadFile(event.dataTransfer.files[0])
     })
-    addEventListener('resize', () => shown && draw())
-    matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => shown && draw())
+    const drawAgain = () => { if (levels.length) draw() }
+    addEventListener('resize', drawAgain)
+    matchMedia('(prefers-color-scheme: dark)').addEventListener('change', drawAgain)
 }
 
 function splitChapter(text) {

@@ -32,7 +32,7 @@ enum { CHUNK = 32, SINKS = 4, RECENT = 64, LEVELS = 6, ANSWER = 16, FIRST_NUMBER
 enum { FILE_VERSION = 1 };
 
 /* >>interface */
-/* Memory for texts and files of JavaScript. */
+/* Memory for texts and files of JavaScript; NULL: there is none. A size of 2^31 bytes or more arrives below 0. */
 WEB_EXPORT(web_alloc) void *web_alloc(int size);
 WEB_EXPORT(web_free) void web_free(void *p);
 /* The newest reason, answer or piece of text. */
@@ -269,7 +269,7 @@ static int create_cache(int side, tkv_cache **kv) {
     return status == TKV_OK ? 1 : fail("the cache", *reason ? reason : tkv_get_status_text(status));
 }
 
-void *web_alloc(int size) { return malloc(size > 0 ? (size_t)size : 1); }
+void *web_alloc(int size) { return size < 0 ? NULL : malloc(size ? (size_t)size : 1); }
 
 void web_free(void *p) { free(p); }
 
@@ -308,7 +308,7 @@ int web_start(const void *gguf, int size, int budget) {
         if (!web.tokens[seq] || !web.next[seq]) return fail("the talk", "out of memory");
         web.rng[seq] = 1;
     }
-    int tokens[8];
+    int tokens[9];
     (void)llama_tokenize(m, " secret", 7, 0, tokens);
     web.secret = tokens[0];
     return web.plain.slots;
@@ -451,7 +451,7 @@ int web_ask(int side, const char *question, int size, int n_digits) {
     tkv_status status = tokens && logits ? TKV_OK : TKV_ERR_NOMEM;
     int n = status == TKV_OK ? llama_tokenize(&web.model, question, (size_t)size, 0, tokens) : 0;
     if (n_digits > ANSWER) n_digits = ANSWER;
-    if (before + n + n_digits > web.model.context) status = TKV_ERR_CAPACITY;
+    if (before + n + ANSWER > web.model.context) status = TKV_ERR_CAPACITY;
     if (side == PLAIN) copy_window(&web.aside, &web.plain);
     for (int i = 0; i < n && status == TKV_OK; i += CHUNK)
         status = forward(side, TALK, tokens + i, n - i < CHUNK ? n - i : CHUNK, before + i, logits, 1);
@@ -490,10 +490,11 @@ int web_fork(void) {
 
 int web_keep(int ending) {
     tkv_cache *kv = web.of[TIERED].kv;
-    tkv_status status = TKV_OK;
-    if (ending != TALK) {
-        status = tkv_seq_reset(kv, TALK);
-        if (status == TKV_OK) status = tkv_seq_fork(kv, ending, TALK, TKV_UNLIMITED);
+    int sources[SEQS] = {TALK, ENDING_A, ENDING_B};
+    sources[TALK] = ending; /* both change places, which takes no memory */
+    sources[ending] = TALK;
+    tkv_status status = tkv_seq_reorder(kv, 0, sources, SEQS);
+    if (status == TKV_OK && ending != TALK) {
         web.n[TALK] = web.n[ending];
         web.of[TIERED].n_read = web.n_read[ending];
         memcpy(web.tokens[TALK], web.tokens[ending], (size_t)web.n[ending] * sizeof(int));
@@ -512,13 +513,11 @@ static tkv_status attend_only(void *ctx, int layer, const float *q, const float 
     return tkv_attend((tkv_cache *)ctx, TALK, layer, q, n, out);
 }
 
-/* Computes TIERED's logits behind the last token again: as a token by itself, whatever chunk it came in. */
-static tkv_status think_again(tkv_cache *kv) {
-    const int n = web.of[TIERED].n_read;
+/* Computes the logits behind the last of n tokens of a talk again: as a token by itself, whatever chunk it came in. */
+static tkv_status think_again(tkv_cache *kv, const int *tokens, int n) {
     if (n == 0) return TKV_OK;
     web.of[TIERED].n_logits = 0;
-    return llama_forward_with(&web.model, web.tokens[TALK] + n - 1, 1, n - 1, attend_only, kv, web.next[TALK],
-                              1);
+    return llama_forward_with(&web.model, tokens + n - 1, 1, n - 1, attend_only, kv, web.next[TALK], 1);
 }
 
 void *web_save(void) {
@@ -530,7 +529,7 @@ void *web_save(void) {
     p.seq = TKV_ALL_SEQS;
     p.model = &web.model_name;
     p.model_bytes = sizeof web.model_name;
-    tkv_status status = numbers ? think_again(web.of[TIERED].kv) : TKV_ERR_NOMEM;
+    tkv_status status = numbers ? think_again(web.of[TIERED].kv, web.tokens[TALK], n) : TKV_ERR_NOMEM;
     if (status == TKV_OK) {
         numbers[0] = FILE_VERSION;
         numbers[1] = web.wanted_level;
@@ -551,7 +550,8 @@ void *web_save(void) {
 
 int web_saved_bytes(void) { return (int)web.n_saved; }
 
-static int are_numbers_of_a_talk(const int *numbers, const tkv_load_info *info) {
+static int are_numbers_of_a_talk(const int *numbers, const tkv_load_info *info, const tkv_cache *kv) {
+    if (tkv_get_length(kv, TALK, TKV_ALL_LAYERS) != info->n_tokens) return 0; /* endings have some of them */
     if (info->n_saved_tokens != FIRST_NUMBERS + info->n_tokens || numbers[0] != FILE_VERSION) return 0;
     if (numbers[1] < 0 || numbers[1] >= LEVELS) return 0;
     for (int i = FIRST_NUMBERS; i < info->n_saved_tokens; i++)
@@ -581,11 +581,13 @@ int web_load(const void *bytes, int size) {
     if (!numbers) return fail("the file", "out of memory");
     int n = create_cache(TIERED, &kv);
     if (n > 0) {
-        const tkv_status status = tkv_seq_load(kv, &p, bytes, (size_t)size, &info);
+        tkv_status status = tkv_seq_load(kv, &p, bytes, (size_t)size, &info);
+        if (status == TKV_OK && !are_numbers_of_a_talk(numbers, &info, kv))
+            n = fail("the file", "it is no talk of this page");
+        else if (status == TKV_OK) status = think_again(kv, numbers + FIRST_NUMBERS, info.n_tokens);
         if (status != TKV_OK)
             n = fail("the file",
                      *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status));
-        else if (!are_numbers_of_a_talk(numbers, &info)) n = fail("the file", "it is no talk of this page");
     }
     if (n > 0) {
         n = info.n_tokens;
@@ -596,8 +598,6 @@ int web_load(const void *bytes, int size) {
         memcpy(&web.rng[TALK], &numbers[2], sizeof web.rng[TALK]);
         memcpy(web.tokens[TALK], &numbers[FIRST_NUMBERS], (size_t)n * sizeof *numbers);
         forget_window_and_exact();
-        const tkv_status status = think_again(kv);
-        if (status != TKV_OK) n = fail_call("the file", TIERED, status);
     } else if (kv) tkv_destroy(kv);
     free(numbers);
     return n;

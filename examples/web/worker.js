@@ -21,17 +21,22 @@ function textAt(at) {
     return new TextDecoder().decode(bytes.subarray(0, bytes.indexOf(0)))
 }
 
-// Calls `use` with a copy of the bytes in the memory of the program.
-function withBytes(bytes, use) {
-    const at = web.web_alloc(bytes.length)
+// Calls `use` with the place of n bytes in the memory of the program.
+function withRoom(n, use) {
+    const at = web.web_alloc(n)
     if (!at) throw Error('The browser has no memory for this.')
-    bytesAt(at, bytes.length).set(bytes)
     try {
-        return use(at, bytes.length)
+        return use(at)
     } finally {
         web.web_free(at)
     }
 }
+
+// Calls `use` with a copy of the bytes there, and their number.
+const withBytes = (bytes, use) => withRoom(bytes.length, (at) => {
+    bytesAt(at, bytes.length).set(bytes)
+    return use(at, bytes.length)
+})
 
 const withText = (text, use) => withBytes(new TextEncoder().encode(text), use)
 
@@ -68,12 +73,8 @@ function secrets() {
 }
 
 function state() {
-    const cells = [PLAIN, TIERED].map((side) => {
-        const at = web.web_alloc(web.web_context())
-        const copy = bytesAt(at, web.web_cells(side, at)).slice()
-        web.web_free(at)
-        return copy
-    })
+    const cells = [PLAIN, TIERED].map((side) =>
+        withRoom(web.web_context(), (at) => bytesAt(at, web.web_cells(side, at)).slice()))
     return {
         tokens: web.web_length(TALK), context: web.web_context(), cells, level: web.web_level(),
         bytes: [web.web_bytes(PLAIN), web.web_bytes(TIERED)], divergence, rates: last.slice(0, 2),
@@ -141,6 +142,7 @@ const jobs = {
         web = instance.exports
         web._initialize()
         const at = web.web_alloc(model.length) // the model stays there
+        if (!at) throw Error('The browser has no memory for the model.')
         bytesAt(at, model.length).set(model)
         const window = checked(web.web_start(at, model.length, budget))
         const levels = []
@@ -185,6 +187,7 @@ const jobs = {
                 const seq = ENDING_A + ending, tell = (text) => postMessage({ progress: { ending, text } })
                 web.web_seed(seq, seeds[ending])
                 withText(cue, (at, size) => checked(web.web_hear(seq, at, size)))
+                if (roomLeft(seq) <= 0) throw Error(fullText())
                 read(TIERED, seq)
                 tell(cue)
                 speak(seq, n, false, tell)
