@@ -225,7 +225,8 @@ async function longTalk(page) { // to the end of the model's context
     check(said.startsWith('The model reads 2,048 tokens at most.'), said)
     check(await figure(page, 'bytes-tiered') <= BUDGET, 'a full context is within the budget')
     await screenshot(page, 'full')
-    for (said = ''; !said.startsWith('The model reads');) said = await press(page, 'Say it')
+    said = ''
+    for (let i = 0; i < 40 && !said.startsWith('The model reads'); i++) said = await press(page, 'Say it')
     for (let i = 0; i < 4; i++) { // a first ending may have room for some words
         said = await press(page, 'Fork the talk')
         if (!said.startsWith('Two endings')) break
