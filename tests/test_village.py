@@ -382,8 +382,10 @@ class Sdl(Scene, unittest.TestCase):
                         "key s\nuntil done\nkey l\nuntil done\nquit\n", "--silent")
         self.assertEqual(log.of("refused"), [])
         self.assertEqual(set(log.of("forgot")), {NAMES[1] + " 256"})
-        self.assertEqual(len(log.of("said")), 12)
-        self.assertEqual(*(line.split()[-1] for line in log.of("next")))  # the interrupted answer leaves nothing
+        n_said = len(log.of("said"))
+        self.assertIn(n_said, (12, 13))
+        if n_said == 12:  # else a short answer ended before the key
+            self.assertEqual(*(line.split()[-1] for line in log.of("next")))  # the interrupted answer leaves nothing
         first, last = [line.split()[2:] for line in log.of("saved")]
         n_tokens = 1512 * int(last[1]) // int(first[1])
         self.assertTrue(1512 < n_tokens <= 1984, n_tokens)
