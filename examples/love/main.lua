@@ -348,7 +348,7 @@ local function paint_panel()
   draw_person()
   draw_talk()
   y = 566
-  write(12, GREY, string.format("work on the cache, 99 %% of frames: below %.2f ms", view.cache_p99_ms))
+  write(12, GREY, string.format("cache work, 99 %% of frames: %.2f ms", view.cache_p99_ms))
   write(12, GREY, love.timer.getFPS() .. " frames/s", "right")
   love.graphics.setColor(0, 0, 0, .35)
   love.graphics.rectangle("fill", PANEL.x, PANEL.graph - 60, PANEL.w, 60)
