@@ -215,22 +215,25 @@ static tkv_save_params save_params_of(const conversation *c) {
     return p;
 }
 
+/* Saves, again after an error of the store. bytes: NULL only counts. */
+static void save_bytes(const tkv_save_params *p, void *bytes, size_t size, size_t *needed, const char *what) {
+    tkv_status st = TKV_ERR_IO;
+    for (int i = 0; i < 5 && st == TKV_ERR_IO; i++) st = called(tkv_seq_save(day.kv, p, bytes, size, needed));
+    expect(st, what);
+}
+
 /* Saves a waiting conversation and empties its sequence. Returns 0 if it stays. */
 static int save_conversation(conversation *c) {
     const tkv_save_params p = save_params_of(c);
     saved_conversation *s = &day.saved[day.n_saved];
-    tkv_status st = TKV_ERR_IO;
     size_t n = 0;
     if (day.n_saved == MAX_SAVED) return 0;
     attend_fixed(seq_of(c), s->out);
-    for (int i = 0; i < 5 && st == TKV_ERR_IO; i++) st = called(tkv_seq_save(day.kv, &p, NULL, 0, &n));
-    expect(st, "size of a save");
+    save_bytes(&p, NULL, 0, &n, "size of a save");
     s->raw = (unsigned char *)malloc(n + 64);
     if (!s->raw) exit(2);
     s->bytes = s->raw + (64 - (size_t)((uintptr_t)s->raw % 64)) % 64;
-    for (int i = 0, go_on = 1; i < 5 && go_on; i++)
-        go_on = (st = called(tkv_seq_save(day.kv, &p, s->bytes, n, &s->n))) == TKV_ERR_IO;
-    expect(st, "save");
+    save_bytes(&p, s->bytes, n, &s->n, "save");
     CHECK_EQ(s->n, n);
     s->was = *c;
     day.n_saved++;

@@ -58,8 +58,8 @@ def library():
     return path
 
 
-class Binding(unittest.TestCase):
-    """tieredkv.lua, with luajit alone."""
+class Loaded:
+    """A shared library for luajit, made by the command in SOURCE."""
 
     @classmethod
     def setUpClass(cls):
@@ -67,8 +67,13 @@ class Binding(unittest.TestCase):
         place = tempfile.TemporaryDirectory()
         cls.addClassCleanup(place.cleanup)
         cls.place = place.name
-        cls.library = os.path.join(place.name, "libtieredkv.so")
-        documented("tieredkv.lua", cls.library)
+        cls.library = os.path.join(place.name, cls.LIBRARY)
+        documented(cls.SOURCE, cls.library)
+
+
+class Binding(Loaded, unittest.TestCase):
+    """tieredkv.lua, with luajit alone."""
+    SOURCE, LIBRARY = "tieredkv.lua", "libtieredkv.so"
 
     def test_by_itself(self):
         run = subprocess.run(["luajit", os.path.join(LOVE, "tieredkv_test.lua"), self.library], capture_output=True,
@@ -107,8 +112,9 @@ class Binding(unittest.TestCase):
         self.assertLess(len(read("tieredkv.lua").splitlines()), 150)
 
 
-class Keys(unittest.TestCase):
+class Keys(Loaded, unittest.TestCase):
     """The village without a picture: LuaJIT presses keys, and looks at what a frame would draw."""
+    SOURCE, LIBRARY = "village.c", "libvillage.so"
 
     HEAD = """
 local ffi = require "ffi"
@@ -135,15 +141,6 @@ local function print_lines()
   end
 end
 """
-
-    @classmethod
-    def setUpClass(cls):
-        need("luajit")
-        place = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(place.cleanup)
-        cls.place = place.name
-        cls.library = os.path.join(place.name, "libvillage.so")
-        documented("village.c", cls.library)
 
     def run_lua(self, script, folder=None):
         """Returns the lines that a script prints."""
