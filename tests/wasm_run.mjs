@@ -3,7 +3,12 @@
 import { existsSync } from 'node:fs';
 import { readFile } from 'node:fs/promises';
 import { argv, env, exit } from 'node:process';
+import { setFlagsFromString } from 'node:v8';
 import { WASI } from 'node:wasi';
+
+// V8 drops the bytecode of functions that have not been called for some collections. Node 20 drops it also while such a
+// function waits for a long call of a program, and crashes when the call returns.
+setFlagsFromString('--no-flush-bytecode');
 
 const preopens = {};
 for (const directory of ['.', '../shared/data', env.TKV_DATA]) {
