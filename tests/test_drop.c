@@ -1105,9 +1105,9 @@ TEST(forks_and_cuts_with_hundreds_of_anchors) {
 
 /* Under a budget tokens are evicted, but anchors are not. */
 TEST(hundreds_of_anchors_under_a_budget) {
-    static const tkv_evict_policy policies[] = {TKV_EVICT_SLIDING, TKV_EVICT_H2O, TKV_EVICT_KNORM};
+    static const tkv_evict_policy policies[] = {TKV_EVICT_H2O, TKV_EVICT_SLIDING, TKV_EVICT_KNORM};
     int which, i;
-    for (which = 0; which < COUNT(policies); which++) {
+    for (which = 0; which < COUNT(policies); which += tkv_test_stride(3, 1)) {
         tkv_config cfg = config_of_anchors(200);
         tkv_budget_info budget;
         cache_pair pair;

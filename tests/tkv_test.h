@@ -28,9 +28,10 @@
  *     TKV_ISA          auto, scalar, avx2, avx512, neon or wasm: forces the kernels. Tests put tkv_test_isa() into
  *                      cfg.host.isa.
  *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
- *     TKV_TEST_LONG    1: test_model reads all of its text, test_states takes 3.3 GB, and test_save saves a growing
- *                      chat 10,000 times (tkv_test_long()). Set by `.ci/integrations` for test_model. test_disk.py
- *                      tries every call, set by `make soak`.
+ *     TKV_TEST_LONG    1: test_model reads all of its text, test_states takes 3.3 GB, test_save saves a growing chat
+ *                      10,000 times, test_latents and test_shapes try all pairs of formats with all shapes
+ *                      (tkv_test_long()). Set by `EVERY=1 .ci/run` and, for test_model, by `.ci/integrations`.
+ *                      test_disk.py tries every call, set by `make soak`.
  *     TKV_SOAK_SECONDS N: test_threads lets readers and a writer run beside each other for N seconds. Set by `make soak`
  *     TKV_DATA         directory of models and texts (tkv_test_data()). Default: ../shared/data
  */
@@ -175,6 +176,10 @@ static inline int tkv_test_flag_(const char *name) {
 }
 static inline int tkv_test_quick(void) { return tkv_test_flag_("TKV_TEST_QUICK"); }
 static inline int tkv_test_long(void) { return tkv_test_flag_("TKV_TEST_LONG"); }
+/* A test with many cases takes one of so many: of `quick` in a quick run, of `usual` in a usual one. A long run has all. */
+static inline int tkv_test_stride(int quick, int usual) {
+    return tkv_test_quick() ? quick : tkv_test_long() ? 1 : usual;
+}
 
 /* >>short calls of the public interface */
 static inline int is_isa_available(tkv_isa isa) {

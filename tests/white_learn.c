@@ -409,7 +409,7 @@ TEST(tables_keep_coming) {
     tkv_config cfg = config(1, 1);
     tkv_cache *kv;
     int i, head, n_collecting, made = 0, version = -1;
-    const int end = tkv_test_quick() ? 8192 + 200 : 32768 + 200;
+    const int end = tkv_test_quick() ? 4096 + 200 : 32768 + 200;
     cfg.limits.max_tokens = end + 20;
     kv = create_cache(&cfg);
     for (i = 0; i < end; i += 20) {

@@ -156,7 +156,7 @@ def release(version, date, dry_run, check):
                 os.remove(os.path.join(ROOT, name))
         print("release.py: all files are as they were", file=sys.stderr)
         raise
-    print("Read `git diff`, run .ci/run, then:")
+    print("Read `git diff`, run EVERY=1 .ci/run, then:")
     print("    git add -A && git commit -m 'Version %s'" % version)
     print("    git tag -a v%s -m 'tieredkv %s' && git push --follow-tags" % (version, version))
 
