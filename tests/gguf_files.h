@@ -1,6 +1,6 @@
 /*
- * gguf_files.h - small model files that tests build in memory: GGUF and llama2.c, valid ones. tests/test_gguf_hostile.c and
- * tests/fuzz/gguf.c damage them. try_file loads a file and runs its model.
+ * gguf_files.h - small model files that tests build in memory: GGUF and llama2.c, valid ones. tests/test_gguf_hostile.c
+ * and tests/fuzz/gguf.c damage them. try_file loads a file and runs its model.
  */
 #ifndef TKV_GGUF_FILES_H
 #define TKV_GGUF_FILES_H

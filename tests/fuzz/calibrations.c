@@ -3,8 +3,8 @@
  * cache loads it.
  *
  * At the start caches of each config learn and save: A and R formats, KVQUANT before and after RoPE, both kinds, layers
- * of different shapes, more than 256 channels. An input changes numbers, exchanges bytes, cuts, grows, or takes the file
- * of another config. The cache is new, or has tokens and tables of its own; its allocator may fail.
+ * of different shapes, more than 256 channels. An input changes numbers, exchanges bytes, cuts, grows, or takes the
+ * file of another config. The cache is new, or has tokens and tables of its own; its allocator may fail.
  *
  * After a load the cache passes its self-check, and saves what it has. A twin loads that, and saves the same bytes.
  * Appends and attention give finite numbers. After a refusal there is a sentence, and tables, attention and bytes are
@@ -152,7 +152,7 @@ static void change_file(void) {
         n = (size_t)next_byte() % 64;
         memmove(file + at + n, file + at,
                 n_file - at < sizeof file - at - n ? n_file - at : sizeof file - at - n);
-        n_file = n_file + n < FILE_BYTES ? n_file + n : FILE_BYTES;
+        n_file += n_file + n < FILE_BYTES ? n : 0;
     }
 }
 

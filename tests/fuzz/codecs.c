@@ -12,12 +12,12 @@
  *
  * Coverage-guided, with clang: make fuzz TARGET=codecs
  * As a plain program, with any compiler, for random inputs or for files of inputs:
- *     cc -O2 -DTKV_FUZZ_MAIN -include assert.h -DTKV_ASSERT=assert tests/fuzz/codecs.c examples/tieredkv.c -o codecs -lm
+ *     cc -O2 -DTKV_FUZZ_MAIN -include assert.h -DTKV_ASSERT=assert tests/fuzz/codecs.c examples/tieredkv.c \
+ *         -o codecs -lm
  *     ./codecs --runs 1000000 [--seed 1] [--bytes 60]
  */
 #include "target.h"
 
-#include <float.h>
 #include <limits.h>
 
 enum { TOKENS = TKV_BLOCK_TOKENS, PATTERN = 0xa5, MOST_BYTES = 1 << 19 };
@@ -164,7 +164,7 @@ static double largest_of(const float *x, int n, int dim, size_t stride) {
     for (t = 0; t < n; t++)
         for (i = 0; i < dim; i++) {
             const double a = (double)x[(size_t)t * stride + (size_t)i];
-            if (!tkv_test_is_finite(a)) return INFINITY;
+            if (!tkv_test_is_finite(a)) return HUGE_VAL;
             if (fabs(a) > most) most = fabs(a);
         }
     return most;

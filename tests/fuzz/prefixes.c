@@ -6,13 +6,14 @@
  * V inside K, a budget. An input changes words of sections or bytes of blocks, cuts a value, exchanges two, or gives
  * that of another config. The store may claim any number of pages. The allocator may fail.
  *
- * After an adoption: the length is that of the pages adopted, the cache passes its self-check, other sequences attend as
- * before, and the spare sequence is empty. The sequence goes on: attention, appends, a save that is loaded again, and a
+ * After an adoption: the length is that of the pages adopted, the cache passes its self-check, other sequences attend
+ * as before, and the spare sequence is empty. The sequence goes on: attention, appends, a save that is loaded again, and a
  * publication whose pages another cache adopts. After the end no byte is held.
  *
  * Coverage-guided, with clang: make fuzz TARGET=prefixes
  * As a plain program, with any compiler, for random inputs or for files of inputs:
- *     cc -O2 -DTKV_FUZZ_MAIN -include assert.h -DTKV_ASSERT=assert tests/fuzz/prefixes.c examples/tieredkv.c -o prefixes -lm
+ *     cc -O2 -DTKV_FUZZ_MAIN -include assert.h -DTKV_ASSERT=assert tests/fuzz/prefixes.c examples/tieredkv.c \
+ *         -o prefixes -lm
  *     ./prefixes --runs 100000 [--seed 1] [--bytes 30]
  */
 #include "../saved_files.h"

@@ -312,18 +312,18 @@ static void create_from_text(const tkv_config *parsed, tkv_status read, const ch
 }
 
 static void run_config(void) {
-    static const char *const others[] = {sample,
-                                         sample_json,
-                                         pressure_sample,
-                                         spellings[0],
-                                         spellings[1],
-                                         spellings[2],
-                                         spellings[3],
-                                         spellings[4],
-                                         spellings[5],
-                                         "preset = adr\n",
-                                         "{\"preset\": \"by-context\", \"limits.max_tokens\": 9000}",
-                                         ""};
+    const char *const others[] = {sample,
+                                  sample_json,
+                                  pressure_sample,
+                                  spellings[0],
+                                  spellings[1],
+                                  spellings[2],
+                                  spellings[3],
+                                  spellings[4],
+                                  spellings[5],
+                                  "preset = adr\n",
+                                  "{\"preset\": \"by-context\", \"limits.max_tokens\": 9000}",
+                                  ""};
     const int how = next_byte();
     tkv_config cfg = tkv_default_config(), same = cfg;
     tkv_config_arrays room = room_of(&first);
