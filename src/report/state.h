@@ -335,17 +335,28 @@ static int tkvi_label_free(tkvi_span name) {
     return name.n > 0 && !(name.n > 1 && name.at[0] == '_' && name.at[1] == '_');
 }
 
+/* 1 if a label before this one has its name. The labels up to it are correct. */
+static int tkvi_is_label_taken(const char *labels, tkvi_span name) {
+    const char *s = labels;
+    while (s < name.at) {
+        if (memcmp(s, name.at, name.n + 1) == 0) return 1;
+        for (; *s != ','; s++)
+            if (*s == '\\') s++;
+        s++;
+    }
+    return 0;
+}
+
 /* Prints `a=x,b=y` as `a="x",b="y"`. A backslash escapes the next character. Returns 0 if these are no labels. */
 static int tkvi_print_labels(tkvi_out *o, const char *labels) {
-    const char *s, *t;
+    const char *s;
     for (s = labels; s && *s;) {
         tkvi_span name;
         name.at = s;
         for (; tkvi_label_char(*s, s == name.at);) s++;
         name.n = (size_t)(s - name.at);
         if (*s++ != '=' || !tkvi_label_free(name)) return 0;
-        for (t = labels; t < name.at; t++) /* each name only once */
-            if ((t == labels || t[-1] == ',') && memcmp(t, name.at, name.n + 1) == 0) return 0;
+        if (tkvi_is_label_taken(labels, name)) return 0;
         if (name.at != labels) tkvi_print(o, ",");
         tkvi_print_bytes(o, name.at, name.n);
         tkvi_print(o, "=\"");
