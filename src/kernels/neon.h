@@ -329,7 +329,7 @@ TKVI_FLAT_128 tkvi_vi tkvi_vi_first(int n, tkvi_vi x, tkvi_vi y) {
 #define tkvi_widen_v(sum)                                                                                    \
     vreinterpretq_s32_u32(vpaddq_u32(vpaddlq_u16(vreinterpretq_u16_s16((sum).low)),                          \
                                      vpaddlq_u16(vreinterpretq_u16_s16((sum).high))))
-#define TKVI_QUAD_128(u, r) vreinterpretq_u8_s32(vdupq_laneq_s32(vreinterpretq_s32_u8(u), r))
+#define TKVI_QUAD_128(u, r) vreinterpretq_u8_s32(vdupq_laneq_s32(vreinterpretq_s32_u8(u), (r) % 4))
 
 typedef struct tkvi_short_sums {
     int16x8_t low, high;
@@ -426,19 +426,20 @@ TKVI_FLAT_128 void tkvi_store_wide_128(int8_t *w, const tkvi_vi *k) {
     }
 }
 
+/* prefill.inc also names rows 4 to 7, in a branch that is never taken here. clang still wants a lane there. */
 #ifdef __ARM_FEATURE_DOTPROD
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
     ((no_sign)                                                                                               \
          ? vreinterpretq_s32_u32(vdotq_laneq_u32(vreinterpretq_u32_s32(sum), vreinterpretq_u8_s8(codes),     \
-                                                 vreinterpretq_u8_s8(quad), row))                            \
-         : vdotq_laneq_s32(sum, codes, quad, row))
+                                                 vreinterpretq_u8_s8(quad), (row) % 4))                      \
+         : vdotq_laneq_s32(sum, codes, quad, (row) % 4))
 #else
 /* Sums of two products fit 16 bits: 2 * 128 * 127 for 8-bit codes, 2 * 127 * 127 for levels. */
 TKVI_FLAT_128 tkvi_vi tkvi_dot_128(tkvi_vi sum, int8x16_t c, int8x16_t w) {
     return vpadalq_s16(sum, vpaddq_s16(vmull_s8(vget_low_s8(c), vget_low_s8(w)), vmull_high_s8(c, w)));
 }
 #define TKVI_DOT_128(no_sign, sum, codes, quad, row)                                                         \
-    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), row)))
+    tkvi_dot_128(sum, codes, vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(quad), (row) % 4)))
 #endif
 
 #endif /* TKVI_NEON */
