@@ -46,6 +46,26 @@
 
 #ifdef TKVI_X86
 #include <immintrin.h>
+/* clang for MSVC (clang-cl), up to version 19, includes there only what -m flags turn on. */
+#if defined(__clang__) && defined(_MSC_VER)
+#include <pmmintrin.h>
+#include <tmmintrin.h>
+#include <smmintrin.h>
+#include <avxintrin.h>
+#include <avx2intrin.h>
+#include <f16cintrin.h>
+#include <fmaintrin.h>
+#ifdef TKVI_AVX512
+#include <avx512fintrin.h>
+#include <avx512vlintrin.h>
+#include <avx512bwintrin.h>
+#include <avx512vlbwintrin.h>
+#include <avx512dqintrin.h>
+#include <avx512vldqintrin.h>
+#include <avx512vnniintrin.h>
+#include <avx512vlvnniintrin.h>
+#endif
+#endif
 
 #define TKVI_FLAT_AVX2 TKVI_FLAT TKVI_TARGET_AVX2
 #define TKVI_FLAT_AVX512 TKVI_FLAT TKVI_TARGET_AVX512
