@@ -89,7 +89,7 @@ build/tests/%: tests/%.cpp $(wildcard tests/cuda_*.cpp) tieredkv_cuda.cu $(HEADE
 	$(CXX) -std=c++17 -O1 $< -o $@ $(LDLIBS)
 
 build/tests/test_model: CFLAGS += -O3 # products with the weights of a model take most of its time
-build/tests/white_stack build/tests/test_threads build/tests/test_parts build/tests/test_append_parts build/tests/test_policy build/tests/test_spill_file: LDLIBS += -pthread
+build/tests/white_stack build/tests/test_stack build/tests/test_threads build/tests/test_parts build/tests/test_append_parts build/tests/test_policy build/tests/test_spill_file: LDLIBS += -pthread
 
 # Long runs of tests that `make test` shortens. build/soak/threads has the thread sanitizer of gcc or clang.
 SOAK_TOKENS = 10M

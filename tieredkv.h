@@ -1113,11 +1113,24 @@
  *
  *   The library starts no threads. With cfg.host.parallel_for, it hands tasks to a function of yours. The function
  *   runs each task once, in any order, on any threads, and returns when all are done. Its work space counts in the
- *   bytes of the cache. tkv_attend uses at most 128 KiB of stack, and 36 KiB more with cfg.offload, or 68 KiB with
- *   cfg.recompute. Where tokens have moved it uses 44 KiB more. Give worker threads that much. With V inside K, one
- *   call on a cache (four with parallel_for) works in memory of the cache. Calls beside it take up to twice as long,
- *   and so do all calls if the compiler lacks GCC's atomics. tkv_attend_part with part 0 of 1 avoids most of that, in
- *   a workspace of yours.
+ *   bytes of the cache. With V inside K, one call on a cache (four with parallel_for) works in memory of the cache.
+ *   Calls beside it take up to twice as long, and so do all calls if the compiler lacks GCC's atomics. tkv_attend_part
+ *   with part 0 of 1 avoids most of that, in a workspace of yours.
+ *
+ *   Stack of a call, at most, in KiB. Give worker threads that much. tests/test_stack.c and tests/white_stack.c measure
+ *   it on x86-64, with gcc 12 and clang 14, scalar and with vectors, for heads of up to 576 channels:
+ *
+ *   call                                                     optimized              gcc -O0   clang -O0
+ *   attend, attend_ex, attend_part                           128; clang 160         256       960
+ *     more with cfg.offload, and with cfg.recompute          36, 68                 36, 68    36, 68
+ *     more where tokens have moved                           44
+ *   append and all that codes blocks: begin, flush,          128                    144       176
+ *     maintain, set_budget, set_level, evict
+ *   read, read_tokens                                        96                     112       160
+ *   encode_block, decode_block, attend_reference             160                    160       160
+ *   create, validate, estimate, calibrations                 64                     64        64
+ *   others: changes of a sequence, saved sequences,          32                     32        32
+ *     prefixes, reports, texts, thresholds
  *
  *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
  *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is
@@ -2394,8 +2407,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
- * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB, and 44 KiB more where tokens have moved). */
+ * Cost: as tkv_attend_ex; no allocation; 128 KiB of stack or more (chapter 13 of the manual has a table). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k

@@ -753,8 +753,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
  * Errors: as tkv_attend_ex.
- * Cost: as tkv_attend_ex; no allocation; at most 128 KiB of stack (with cfg.offload 36 KiB more,
- * with cfg.recompute 68 KiB, and 44 KiB more where tokens have moved). */
+ * Cost: as tkv_attend_ex; no allocation; 128 KiB of stack or more (chapter 13 of the manual has a table). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
 /* The logit of query i (row), key j (index) and head h results from these steps, in this order:
  *   s = scale * q.k
