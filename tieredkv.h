@@ -818,6 +818,30 @@
  *   or in an append. Layers take turns for these as well, and blocks that waited for the first one are coded two by
  *   two. A loaded calibration (R3) avoids both.
  *
+ *   The most blocks that a call codes, in one layer of one sequence without a budget. B: blocks of that layer. A block
+ *   is decoded once and encoded once, for all KV heads. tests/white_cost.c counts.
+ *
+ *   call                                     blocks coded at most                         when
+ *   append of n tokens, m in the last one    2 + (n + m) / 16                             many are due: a first table,
+ *                                                                                         a smaller hot_tokens
+ *     where no block waited                  2 (1 + (n + m) / 64)
+ *     after cuts and flushes of partial      and B merged                                 half as many blocks again as
+ *     blocks                                                                              the tokens need
+ *   append under a budget                    all blocks of the cache, once a level        no page is free
+ *   begin                                    an append of each layer
+ *   commit, abort, reserve                   0
+ *   flush                                    B of each layer
+ *   maintain                                 max_work, merges included
+ *   evict                                    2 B of each layer, merged                    few tokens stay of each block
+ *   truncate, fork, reorder, remove, shift,  0
+ *     copy, keep, slide, reset, save
+ *   set_level, set_hot_tokens                0                                            later appends code
+ *   set_budget                               all blocks of the cache, once a level        a lower one
+ *   attend, R rows of query heads of a       0; reads B once for each 8 rows, rounded up  from a store too
+ *     KV head
+ *   read                                     0; reads the blocks of the tokens once
+ *   promote                                  0; reads 1
+ *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
  *     cfg.budget.pressure.min_level = 3;                   // the plan of the config from the first token on
@@ -3102,9 +3126,9 @@ typedef int (*tkv_is_time_up)(void *user); /* returns 0 while there is time for 
  * budget it recodes what the next append would, except tokens of the last append. Under a budget it recodes until a
  * tenth of the level's bytes is free and one more block of each layer fits, at cfg.budget.pressure.min_level also by
  * age.
- *   max_work     most blocks to recode
+ *   max_work     most blocks to recode; two short blocks that are merged into one count as one
  *   is_time_up   (may be NULL) called before each block with `user`; not 0 stops
- *   done         (may be NULL) receives the number of blocks recoded
+ *   done         (may be NULL) receives their number
  * Errors, the work before stays done:
  *   TKV_ERR_ARG, TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   as in tkv_seq_flush
  * Cost: O(sequences * layers) per block. */
@@ -38108,13 +38132,16 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 
 /* >>idle time */
 typedef struct tkvi_idle_work {
-    uint64_t demoted_to; /* kv->counts.demoted after the last block of work */
+    uint64_t work_end; /* tkvi_work_so_far after the last block of work */
     tkv_is_time_up is_time_up;
     void *user;
 } tkvi_idle_work;
 
+/* Blocks coded since the cache was created. A merge codes one. */
+static uint64_t tkvi_work_so_far(const tkv_cache *kv) { return kv->counts.demoted + kv->counts.merged; }
+
 static int tkvi_has_time(const tkv_cache *kv, const tkvi_idle_work *work) {
-    return kv->counts.demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
+    return tkvi_work_so_far(kv) < work->work_end && !(work->is_time_up && work->is_time_up(work->user));
 }
 
 /* Makes the tables that are due, as the next append would. Returns 0 without memory. */
@@ -38161,8 +38188,8 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     int seq, ready = 1;
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    before = kv->counts.demoted;
-    work.demoted_to = before + (uint64_t)max_work;
+    before = tkvi_work_so_far(kv);
+    work.work_end = before + (uint64_t)max_work;
     work.is_time_up = is_time_up;
     work.user = user;
     if (!tkvi_has_open_step(kv)) ready = tkvi_make_due_tables(kv, &work);
@@ -38172,7 +38199,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
         if (!kv->seq[seq].in_step) tkvi_join_in_idle_time(kv, seq, &work);
     tkvi_trim(&kv->pool);
-    if (done) *done = (int)(kv->counts.demoted - before);
+    if (done) *done = (int)(tkvi_work_so_far(kv) - before);
     return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 

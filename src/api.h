@@ -1448,9 +1448,9 @@ typedef int (*tkv_is_time_up)(void *user); /* returns 0 while there is time for 
  * budget it recodes what the next append would, except tokens of the last append. Under a budget it recodes until a
  * tenth of the level's bytes is free and one more block of each layer fits, at cfg.budget.pressure.min_level also by
  * age.
- *   max_work     most blocks to recode
+ *   max_work     most blocks to recode; two short blocks that are merged into one count as one
  *   is_time_up   (may be NULL) called before each block with `user`; not 0 stops
- *   done         (may be NULL) receives the number of blocks recoded
+ *   done         (may be NULL) receives their number
  * Errors, the work before stays done:
  *   TKV_ERR_ARG, TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   as in tkv_seq_flush
  * Cost: O(sequences * layers) per block. */

@@ -816,6 +816,30 @@
  *   or in an append. Layers take turns for these as well, and blocks that waited for the first one are coded two by
  *   two. A loaded calibration (R3) avoids both.
  *
+ *   The most blocks that a call codes, in one layer of one sequence without a budget. B: blocks of that layer. A block
+ *   is decoded once and encoded once, for all KV heads. tests/white_cost.c counts.
+ *
+ *   call                                     blocks coded at most                         when
+ *   append of n tokens, m in the last one    2 + (n + m) / 16                             many are due: a first table,
+ *                                                                                         a smaller hot_tokens
+ *     where no block waited                  2 (1 + (n + m) / 64)
+ *     after cuts and flushes of partial      and B merged                                 half as many blocks again as
+ *     blocks                                                                              the tokens need
+ *   append under a budget                    all blocks of the cache, once a level        no page is free
+ *   begin                                    an append of each layer
+ *   commit, abort, reserve                   0
+ *   flush                                    B of each layer
+ *   maintain                                 max_work, merges included
+ *   evict                                    2 B of each layer, merged                    few tokens stay of each block
+ *   truncate, fork, reorder, remove, shift,  0
+ *     copy, keep, slide, reset, save
+ *   set_level, set_hot_tokens                0                                            later appends code
+ *   set_budget                               all blocks of the cache, once a level        a lower one
+ *   attend, R rows of query heads of a       0; reads B once for each 8 rows, rounded up  from a store too
+ *     KV head
+ *   read                                     0; reads the blocks of the tokens once
+ *   promote                                  0; reads 1
+ *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table
  *     cfg.budget.pressure.min_level = 3;                   // the plan of the config from the first token on

@@ -693,13 +693,16 @@ TKV_API tkv_status tkv_seq_flush(tkv_cache *kv, int seq, tkv_flush_mode mode) {
 
 /* >>idle time */
 typedef struct tkvi_idle_work {
-    uint64_t demoted_to; /* kv->counts.demoted after the last block of work */
+    uint64_t work_end; /* tkvi_work_so_far after the last block of work */
     tkv_is_time_up is_time_up;
     void *user;
 } tkvi_idle_work;
 
+/* Blocks coded since the cache was created. A merge codes one. */
+static uint64_t tkvi_work_so_far(const tkv_cache *kv) { return kv->counts.demoted + kv->counts.merged; }
+
 static int tkvi_has_time(const tkv_cache *kv, const tkvi_idle_work *work) {
-    return kv->counts.demoted < work->demoted_to && !(work->is_time_up && work->is_time_up(work->user));
+    return tkvi_work_so_far(kv) < work->work_end && !(work->is_time_up && work->is_time_up(work->user));
 }
 
 /* Makes the tables that are due, as the next append would. Returns 0 without memory. */
@@ -746,8 +749,8 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     int seq, ready = 1;
     if (!kv) return TKV_ERR_ARG;
     if (max_work < 0) return tkvi_fail(kv, TKV_ERR_ARG, "max_work is", max_work, "; it must not be negative");
-    before = kv->counts.demoted;
-    work.demoted_to = before + (uint64_t)max_work;
+    before = tkvi_work_so_far(kv);
+    work.work_end = before + (uint64_t)max_work;
     work.is_time_up = is_time_up;
     work.user = user;
     if (!tkvi_has_open_step(kv)) ready = tkvi_make_due_tables(kv, &work);
@@ -757,7 +760,7 @@ TKV_API tkv_status tkv_maintain(tkv_cache *kv, int max_work, tkv_is_time_up is_t
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && ready; seq++)
         if (!kv->seq[seq].in_step) tkvi_join_in_idle_time(kv, seq, &work);
     tkvi_trim(&kv->pool);
-    if (done) *done = (int)(kv->counts.demoted - before);
+    if (done) *done = (int)(tkvi_work_so_far(kv) - before);
     return ready ? tkvi_ok(kv) : tkvi_refuse_no_memory(kv, "no memory to recode blocks", 0, NULL);
 }
 
