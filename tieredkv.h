@@ -40433,8 +40433,10 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
                             tkvi_keep_cursor *to) {
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer), *new_ids = ids + list->n;
-    int from_slot;
-    const uint32_t from = ids[tkvi_find_token(kv, list, ids, keep->indices[index], &from_slot)];
+    int from_slot = -1;
+    const int found = tkvi_find_token(kv, list, ids, keep->indices[index], &from_slot);
+    TKVI_ASSERT(found >= 0 && from_slot >= 0); /* the call has looked for all tokens before */
+    const uint32_t from = ids[found];
     const int at = keep->first + index, shift = kv->pool.entry[from].shift + keep->indices[index] - at;
     const int turned = kv->pool.entry[from].turned;
     tkvi_find_kept_slot(kv, keep->seq, layer, to);
@@ -41591,7 +41593,7 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
         return TKV_OK;
     }
     /* When blocks first expire, bytes fall, so fitting is not monotonic: try the first 512 blocks one by one. */
-    for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
+    for (; low < high && low < 512 * TKVI_BLOCK; low += step) {
         step = tkvi_min(TKVI_BLOCK, high - low);
         if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
         high = low + step - 1;
@@ -46499,7 +46501,7 @@ static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t inde
     tkvi_saved_file *f = &r->file;
     tkvi_section_walk w;
     tkv_status st = TKV_OK;
-    uint8_t *kept;
+    uint8_t *kept = NULL;
     size_t n_kept = 0, at = 0;
     uint32_t i;
     for (i = 0; i < f->n_sections; i++) {

@@ -57,7 +57,7 @@ static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t inde
     tkvi_saved_file *f = &r->file;
     tkvi_section_walk w;
     tkv_status st = TKV_OK;
-    uint8_t *kept;
+    uint8_t *kept = NULL;
     size_t n_kept = 0, at = 0;
     uint32_t i;
     for (i = 0; i < f->n_sections; i++) {

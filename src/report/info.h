@@ -647,7 +647,7 @@ TKV_API tkv_status tkv_estimate_context(const tkv_config *cfg, int n_seqs, int *
         return TKV_OK;
     }
     /* When blocks first expire, bytes fall, so fitting is not monotonic: try the first 512 blocks one by one. */
-    for (step = TKVI_BLOCK; low < high && low < 512 * TKVI_BLOCK; low += step) {
+    for (; low < high && low < 512 * TKVI_BLOCK; low += step) {
         step = tkvi_min(TKVI_BLOCK, high - low);
         if (tkvi_estimate_within(&h, low + step, n_seqs, &m) == TKV_OK) continue;
         high = low + step - 1;

@@ -128,8 +128,10 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
                             tkvi_keep_cursor *to) {
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer), *new_ids = ids + list->n;
-    int from_slot;
-    const uint32_t from = ids[tkvi_find_token(kv, list, ids, keep->indices[index], &from_slot)];
+    int from_slot = -1;
+    const int found = tkvi_find_token(kv, list, ids, keep->indices[index], &from_slot);
+    TKVI_ASSERT(found >= 0 && from_slot >= 0); /* the call has looked for all tokens before */
+    const uint32_t from = ids[found];
     const int at = keep->first + index, shift = kv->pool.entry[from].shift + keep->indices[index] - at;
     const int turned = kv->pool.entry[from].turned;
     tkvi_find_kept_slot(kv, keep->seq, layer, to);
