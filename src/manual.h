@@ -1112,14 +1112,63 @@
  *                     Keys of 4 bits and fewer beside values in 8 bits or exact are outside: the values
  *                     add no error of their own there, and the ratio reaches .14 and, in one call, 1.
  *                     With cfg.host.precise the error is at most 2e-3 in coded tiers as well.
- *                     These bounds hold for values up to the range of FP16 and for logits with a standard deviation
- *                     up to 4. They do not hold for one-hot softmaxes, where a near tie may fall the other way. Nor
- *                     do they hold for values that a grid holds exactly, such as +-6e4 alone. The format's own
- *                     error is 0 there, and arithmetic errs by 1e-2 of the output
+ *                     These are errors relative to the whole output of random calls, for values up to the range of
+ *                     FP16 and for logits with a standard deviation up to 4. They do not hold for inputs that are
+ *                     made for it, such as values that cancel in the output (bounds for all inputs are below). Nor
+ *                     do they hold for one-hot softmaxes, where a near tie may fall the other way, or for values
+ *                     that a grid holds exactly, such as +-6e4 alone. The format's own error is 0 there, and
+ *                     arithmetic errs by 1e-2 of the output
  *   threads           results are bit-identical with any number of threads, and without threads
  *   not guaranteed    the same bits of attention on different instruction sets
  *
  *   tkv_attend_reference computes the reference: slowly, in double, on the decoded values.
+ *
+ *   Bounds. Adversarial search holds what follows (tests/white_bounds.c, make bounds, bench/BOUNDS.md). They are
+ *   for the worst finite values: on real texts errors are far smaller (bench/QUALITY.md).
+ *
+ *   Error of a decoded value x. b: bits of a code. M, R: largest |value| and range of the values that share a
+ *   scale (tkv_scales). P: the largest of 16 channels. Without center_k.
+ *
+ *   format                at most                                                        |values| to
+ *   F32                   0                                                              all
+ *   F16                   |x| / 2049, at least 2^-25                                     65504
+ *   BF16                  |x| / 257, at least 2^-134                                     3.38e38
+ *   Q8, KIVI, SQUAT       R / (2^(b+1) - 2) + M / 2048 + 2^(b-25)                        65504
+ *     TKV_FIT_CLIP        the larger of that and .28 R + M / 2048 + 2^(b-25)
+ *   SUBSPACE, unrotated   as Q8, in parts of a token                                     65504
+ *   INT                   1.001 M / (2^b - 2) + 2^(b-26)                                 65504
+ *   FP8 E4M3              |x| / 16.9, at least M / 450000; and 2^-22                     65504
+ *   FP8 E5M2              |x| / 8.9, at least M / 2^32; and 2^-21                        65504
+ *   FP4                   |x| / 4.6, at least P / 22; and M / 450000 + 2^-19             65504
+ *   KVQUANT4, 3, 2        g R + M / 1024 + 2^-22; g = .048, .078, .173                   32752
+ *   A, a block's outlier  M / 118, M of the token less the means of the table            see below
+ *
+ *   KVQUANT: of a block alone, before RoPE, V without the values in slots; UNIFORM: g = 1 / (2^(b+1) - 2). Learned
+ *   ranges of keys bound nothing beyond them but the values in slots. SQUAT in a cache and the other bits of
+ *   tkv_fit trade the error of single values for sums; TKV_FIT_NORM keeps the root mean square of a group's errors
+ *   below 1.5 of its standard deviation plus the bound above.
+ *
+ *   Rotated formats mix the channels of a token, so the root mean square of a token's errors is bounded. N: norm of
+ *   the token, to 65504; r = N / sqrt(head_dim): its root mean square.
+ *
+ *   INT                   1.001 N / (2^b - 2) + 1e-5 r + 2^(b-26)
+ *   FP8 E4M3, E5M2        r / 16.9 + N / 450000 + 2^-22; r / 8.9 + N / 2^32 + 2^-21
+ *   FP4                   .28 r + N / 450000 + 2^-19
+ *   SUBSPACE              N / (2^b - 1) / sqrt(2 subspaces) + N / 2048 + 2^(b-25)
+ *   R                     1.03 c N + .03 r; c = 1/10, .15, 1/3, .3, 1 for 4, 3, 2, 1.5, 1 bits of the head
+ *
+ *   A: the root mean square of a channel's errors in a block, without the outlier, is at most c sigma + |m| / 14.
+ *   sigma: its standard deviation, m: its mean less the table's. c = .6 for 4 to 6 bits, 1 for 3, 2.2 for 2, 1.5
+ *   for 1, 1.001 for none. These c are what the search found, and some more.
+ *
+ *   Scales of A and R are for values like those of the table: from 2^-13 to 3.6 times the largest scale that it
+ *   has seen. A block alone has scales of 2^-8 to 2^8: tested with norms of 1 to 100 (R), and channels that span
+ *   .5 to 200 (A).
+ *
+ *   Attention, on the decoded values: an output value errs by at most e (1 + L) V. V is the largest |value|, L the
+ *   largest sum of |scale q_c k_c| of a key, below 1000. e = 1e-5 for exact tiers and formats that are decoded
+ *   before products, 5e-3 with cfg.host.precise, else .2: the weights of a block's other keys are rounded by the
+ *   largest one. These e are what the search found for heads of 64 channels, and some more.
  *
  *
  * 13. ERRORS, THREADS, SIMD
