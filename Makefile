@@ -7,7 +7,7 @@ NVCC_FLAGS ?= -arch=native
 LDLIBS = -lm
 PYTHON ?= python3
 
-.PHONY: help run chat npc web village village-sdl budget calibrate picture test soak bounds coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check \
+.PHONY: help run chat npc web village village-sdl budget calibrate picture test soak bounds coverage mutate fuzz bench rivals speed quality tasks tables report model texts llama-patch header check analyse \
         layout format ci clean gpu-check gpu-bench
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo 'make gpu-bench  measures its speed, and compares FP16 and PyTorch; NVCC_FLAGS=-arch=sm_90'
 	@echo 'make header     builds tieredkv.h and tieredkv_cuda.cu from src/'
 	@echo 'make check      checks that both are up to date, and the layout of the code'
+	@echo 'make analyse    runs clang-tidy; ARGS="clang cppcheck gcc" runs others, in minutes (tools/analyse.py)'
 	@echo 'make format     formats the code with clang-format'
 	@echo 'make ci         runs .ci/run'
 	@echo 'make clean      removes build/'
@@ -320,6 +321,9 @@ layout:
 	elif clang-format --dry-run $(CODE) 2>&1 | grep Wclang-format | cut -d: -f1 | uniq -c | grep .; then \
 	    echo 'The lines above give the number of layout errors per file. Run: make format'; exit 1; \
 	fi
+
+analyse:
+	$(PYTHON) tools/analyse.py $(ARGS)
 
 format:
 	clang-format -i $(CODE)

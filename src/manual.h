@@ -1472,7 +1472,7 @@
  *
  *     clang --target=wasm32-wasi --sysroot=/usr -O3 -msimd128 -Wl,-z,stack-size=1048576 program.c tieredkv.c -lm
  *
- *   Android and iOS. These flags are untested; AArch64 itself is tested under Linux, by gcc and qemu.
+ *   Android and iOS. clang compiles for these targets without their headers; AArch64 runs under Linux, by qemu.
  *
  *     $NDK/toolchains/llvm/prebuilt/linux-x86_64/bin/clang --target=aarch64-linux-android24 -O2 -c tieredkv.c
  *     xcrun -sdk iphoneos clang -arch arm64 -O2 -c tieredkv.c
