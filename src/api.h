@@ -1009,6 +1009,8 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
+ *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for an entry, where a layer has fewer sinks than others
+ *                         and a block in front was merged after an eviction
  * Cost: O(blocks), in all layers, once in 64 tokens.
  * Source: StreamingLLM, arXiv 2309.17453, section 3.2. */
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed);

@@ -1710,6 +1710,44 @@ TEST(a_sequence_slides_without_end) {
     CHECK(slid > 20 * 500);
 }
 
+/* Blocks that removals left short are merged in idle time, and a sequence slides across them. */
+TEST(a_sequence_slides_across_merged_blocks) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+    tkv_rng rng = tkv_rng_seed(77);
+    tkv_cache *kv;
+    int round, i, t, n_removed, done, id = 0, slid = 0, merged = 0;
+    static tkv_layer_config layers[2];
+    cfg.importance.sample_every = 1; /* with data of tokens: a merged block lists the indices of its tokens */
+    layers[1].sink_tokens = TKV_OFF; /* its first block begins before the tokens that go */
+    cfg.layers = layers;
+    cfg.limits.max_tokens = 700;
+    cfg.limits.max_append = 64;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    for (round = 0; round < 150; round++) {
+        const int n = 1 + tkv_rng_below(&rng, 64);
+        CHECK_EQ(tkv_seq_slide(kv, 0, n, &n_removed), TKV_OK);
+        remove_plain(&s, 4, 4 + n_removed);
+        for (t = 4; t < s.n && n_removed; t++) s.token[t].position -= n_removed;
+        slid += n_removed;
+        append_plain(kv, 0, &s, id, n, 64);
+        id += n;
+        for (i = 0; i < 4 && tkv_get_length(kv, 0, 0) > 200; i++) {
+            const int first = 4 + tkv_rng_below(&rng, tkv_get_length(kv, 0, 0) - 80);
+            const int end = first + 1 + tkv_rng_below(&rng, 40);
+            CHECK_EQ(tkv_seq_remove(kv, 0, first, end), TKV_OK);
+            remove_plain(&s, first, end);
+        }
+        if (round % 3 == 0) CHECK_EQ(tkv_maintain(kv, 100, NULL, NULL, &done), TKV_OK);
+        merged += round % 3 == 0 ? done : 0;
+        CHECK_EQ(tkv_get_length(kv, 0, 0), s.token[s.n - 1].position + 1);
+        if (round % 5 == 0) check_plain(kv, 0, &s, &exact, 1e-9);
+    }
+    CHECK(slid > 2000 && merged > 20);
+    tkv_destroy(kv);
+}
+
 /* Sinks beyond a window, while the sequence slides, is forked and cut: attention is that of a cache without a window,
  * with a mask. */
 TEST(sinks_beyond_a_window_stay_in_front) {
@@ -2307,6 +2345,7 @@ int main(int argc, char **argv) {
     RUN(copies_are_refused_with_a_reason);
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);
+    RUN(a_sequence_slides_across_merged_blocks);
     RUN(sinks_beyond_a_window_stay_in_front);
     RUN(slides_of_torn_sequences);
     RUN(slides_behind_removed_tokens);

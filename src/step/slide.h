@@ -34,15 +34,34 @@ static void tkvi_move_stamps_up(tkv_cache *kv, uint32_t id, int n) {
     if (meta->moved_at) meta->moved_at = tkvi_max(1, meta->moved_at - n);
 }
 
-/* Takes a span out of a packed entry that begins before it and ends behind it. */
-static void tkvi_take_out_of_packed(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
-                                    const tkvi_gone *gone) {
-    tkvi_entry *e = &kv->pool.entry[ids[i]];
-    int t;
-    e->evicted_mask |= tkvi_slots_between(kv, list, ids, i, gone->from, gone->to);
-    tkvi_set_sink_mask(&kv->pool, ids[i], e->sink_mask & ~e->evicted_mask);
-    for (t = 0; t < e->n_packed; t++)
-        tkvi_set_slot_index(kv, ids[i], t, tkvi_move_up(gone, tkvi_slot_index(kv, ids[i], t)));
+/* The slot from which on tokens of entry i are behind a span, if it has tokens before it too; else 0. An entry of a
+ * merged block can have both. It must be split, since only the tokens behind the span turn. */
+static int tkvi_slot_behind(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
+                            const tkvi_gone *gone) {
+    const int start = tkvi_block_start(kv, ids, i);
+    if (start >= gone->from || !tkvi_slots_between(kv, list, ids, i, start, gone->from)) return 0;
+    return tkvi_split_slot(kv, list, ids, i, gone->to);
+}
+
+/* A slide of a sequence. */
+typedef struct tkvi_slide {
+    int seq;
+    tkvi_gone gone;
+} tkvi_slide;
+
+/* Entries that splits take, in all layers. Returns the length of the longest list then. */
+static int tkvi_count_slide_splits(tkv_cache *kv, const void *what, tkvi_demand *demand) {
+    const tkvi_slide *slide = (const tkvi_slide *)what;
+    int layer, i, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, slide->seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, slide->seq, layer);
+        int n = 0;
+        for (i = 0; i < list->n; i++) n += tkvi_slot_behind(kv, list, ids, i, &slide->gone) > 0;
+        demand->entries += n;
+        longest = tkvi_max(longest, list->n + n);
+    }
+    return longest;
 }
 
 /* Takes a span out of entry i of a list. The entries behind it have not moved yet. Returns 0 if no token is left. */
@@ -52,7 +71,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     const int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
     const int n = gone->to - gone->from;
     tkvi_entry *e = &kv->pool.entry[ids[i]];
-    uint64_t kept;
+    const uint64_t kept = end > gone->to ? tkvi_slots_between(kv, list, ids, i, gone->to, end) : 0;
     int slot = 0;
     if (end < gone->from) return 1;
     if (start >= gone->to) {
@@ -61,11 +80,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
-    if (start < gone->from && e->n_packed && end > gone->to) {
-        tkvi_take_out_of_packed(kv, list, ids, i, gone);
-        return 1;
-    }
-    if (start < gone->from) {
+    if (start < gone->from && !kept) {
         tkvi_end_slots(kv, list, ids, i); /* the next entry may begin later than this one ends */
         if (!e->n_packed) e->end_slot = (uint8_t)tkvi_min(e->end_slot, e->first_slot + gone->from - start);
         else tkvi_truncate_entry(kv, ids[i], gone->from);
@@ -74,7 +89,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         /* Of a block that outlasts its window, only named sinks are left. */
         return i < list->sinks || start >= list->expired || tkvi_sink_mask(&kv->pool, ids[i]);
     }
-    kept = tkvi_slots_between(kv, list, ids, i, gone->to, end);
     if (!kept && i + 1 < list->n) return 0;
     while (kept && !(kept >> slot & 1)) slot++;
     if (kept) tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
@@ -90,12 +104,16 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     return 1;
 }
 
-/* Takes a span out of a list. */
+/* Takes a span out of a list. There must be room for the entries of tkvi_count_slide_splits. */
 static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *gone) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    int i;
+    int i, slot;
     tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    for (i = 0; i < list->n; i++) {
+        slot = tkvi_slot_behind(kv, list, ids, i, gone);
+        if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
+    }
     for (i = 0; i < list->n; i++)
         if (!tkvi_take_out(kv, seq, layer, i, gone)) {
             if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
@@ -144,7 +162,8 @@ static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone
 
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) {
     const tkv_config *cfg;
-    tkvi_gone gone;
+    tkvi_demand splits = tkvi_no_demand();
+    tkvi_slide slide;
     tkv_status st;
     int layer, len = 0, excess;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
@@ -160,23 +179,27 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     /* Best while the last block is full: then all of its tokens have one entry. */
     excess = len - (tkvi_most_held(kv) - (tkvi_is_tail_full(kv, seq) ? tkvi_max(n, TKVI_BLOCK) : n));
     if (excess <= 0) return tkvi_ok(kv);
-    gone.from = 0;
+    slide.gone.from = 0;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
-        gone.from = tkvi_max(gone.from, kv->tables.plan[layer].sink);
-    gone.to = gone.from + tkvi_round_up(excess, TKVI_BLOCK);
+        slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
+    slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
-    if (gone.to >= len)
+    if (slide.gone.to >= len)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
                          cfg->limits.max_tokens, "");
-    st = tkvi_check_slide(kv, seq, &gone);
+    st = tkvi_check_slide(kv, seq, &slide.gone);
+    slide.seq = seq;
+    (void)tkvi_count_slide_splits(kv, &slide, &splits);
+    if (!st && splits.entries)
+        st = tkvi_provide_entries(kv, seq, tkvi_count_slide_splits, &slide, "no memory to slide sequence");
     if (st) return st;
     tkvi_reserve_slots(kv, seq, 0);
-    for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &gone);
-    tkvi_forget_tokens(kv, seq, gone.from);
+    for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &slide.gone);
+    tkvi_forget_tokens(kv, seq, slide.gone.from);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
-    if (n_removed) *n_removed = gone.to - gone.from;
+    if (n_removed) *n_removed = slide.gone.to - slide.gone.from;
     return tkvi_ok(kv);
 }
 
