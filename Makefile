@@ -126,7 +126,7 @@ build/fuzz/%: tests/fuzz/%.c $(HEADERS) $(wildcard tests/fuzz/*.h)
 
 fuzz: build/fuzz/$(TARGET)
 	@mkdir -p build/fuzz/$(TARGET)_inputs
-	./build/fuzz/$(TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=900 -timeout=30 -artifact_prefix=build/fuzz/ \
+	./build/fuzz/$(TARGET) -max_total_time=$(FUZZ_SECONDS) -max_len=900 -len_control=0 -timeout=30 -artifact_prefix=build/fuzz/ \
 	    build/fuzz/$(TARGET)_inputs $(wildcard tests/data/$(TARGET))
 
 # On a GPU.
