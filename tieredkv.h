@@ -40245,7 +40245,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     const int start = tkvi_block_start(kv, ids, i), end = tkvi_block_end(kv, list, ids, i);
     const int n = gone->to - gone->from;
     tkvi_entry *e = &kv->pool.entry[ids[i]];
-    const uint64_t kept = end > gone->to ? tkvi_slots_between(kv, list, ids, i, gone->to, end) : 0;
+    uint64_t kept;
     int slot = 0;
     if (end < gone->from) return 1;
     if (start >= gone->to) {
@@ -40254,6 +40254,7 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
         tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
+    kept = end > gone->to ? tkvi_slots_between(kv, list, ids, i, gone->to, end) : 0;
     if (start < gone->from && !kept) {
         tkvi_end_slots(kv, list, ids, i); /* the next entry may begin later than this one ends */
         if (!e->n_packed) e->end_slot = (uint8_t)tkvi_min(e->end_slot, e->first_slot + gone->from - start);
