@@ -58,6 +58,7 @@ static const char usage[] =
     "                        F16, and of Q8_0 and Q4_1 (f32: it rounds nothing)\n"
     "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
+    "  --yarn N              YaRN: RoPE for N times the model's context (1)\n"
     "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
     "\n";
 
@@ -390,6 +391,7 @@ static uint64_t hash(uint64_t h, const void *data, size_t n) { /* FNV-1a over wo
 static uint64_t hash_model(const llama_model *m) {
     uint64_t h = hash(14695981039346656037u, &m->rope_theta, sizeof m->rope_theta);
     h = hash(h, &m->rope_halves, sizeof m->rope_halves);
+    if (m->rope_yarn > 1) h = hash(h, &m->rope_yarn, sizeof m->rope_yarn);
     if (m->round_inputs) h = hash(h, all.activations, strlen(all.activations));
     h = hash(h, m->embedding.data, (size_t)m->embedding.rows * m->embedding.row_bytes);
     h = hash(h, m->head.data, (size_t)m->head.rows * m->head.row_bytes);
@@ -512,9 +514,9 @@ static void fill_windows(int passkeys) {
             fail("--window %d:%d: the text has %d tokens", w->from, w->length, all.n_text);
         if (w->length <= all.from)
             fail("--window %d:%d: --from leaves no position to score", w->from, w->length);
-        if (w->length > m->context)
+        if (w->length > llama_context(m))
             fprintf(stderr, "quality: the window has %d tokens, the model's context %d\n", w->length,
-                    m->context);
+                    llama_context(m));
         w->tokens = (int *)bench_alloc((size_t)(w->length + 1) * sizeof *w->tokens);
         copy_piece(all.text, all.n_text, w->from, w->length + 1, w->tokens);
         w->key = hash(model, w->tokens, (size_t)w->length * sizeof *w->tokens);
@@ -1155,7 +1157,7 @@ int main(int argc, char **argv) {
     const char *csv_path = NULL, *positions_path = NULL, *data = getenv("TKV_DATA");
     int n_plans = 0, rivals = -1, passkeys = 0, threads = 1, halves = 0, exact_jobs = 0;
     double work = 0;
-    float theta = 0;
+    float theta = 0, yarn = 0;
     FILE *csv = NULL, *positions = NULL;
     all.from = -1;
     all.cache_dir = "build/quality";
@@ -1186,6 +1188,7 @@ int main(int argc, char **argv) {
         else if (strcmp(name, "--needle") == 0) all.needle = value;
         else if (strcmp(name, "--question") == 0) all.question = value;
         else if (strcmp(name, "--theta") == 0) theta = (float)option_number(name, value, 2);
+        else if (strcmp(name, "--yarn") == 0) yarn = (float)option_number(name, value, 1);
         else if (strcmp(name, "--plan") == 0 || strcmp(name, "--plans") == 0)
             n_plans++; /* parsed below: the check needs the model */
         else fail("%s: unknown option (quality --help)", name);
@@ -1196,6 +1199,7 @@ int main(int argc, char **argv) {
     if (all.model.note[0]) fprintf(stderr, "quality: %s\n", all.model.note);
     if (theta > 0) all.model.rope_theta = theta;
     all.model.rope_halves = halves;
+    all.model.rope_yarn = yarn;
     hold_weights();
     char text_path[1024];
     snprintf(text_path, sizeof text_path, "%s/text/wiki.test.raw", data && *data ? data : "../shared/data");

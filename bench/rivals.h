@@ -714,8 +714,7 @@ static void rival_set_angles(const rival *r, int n) {
     for (int i = 0; i < n; i++) {
         const int shift = r->n + i + 1 > r->budget ? r->n + i + 1 - r->budget : 0;
         for (int j = 0; j < pairs; j++) {
-            double f = pow((double)m->rope_theta, -2.0 * j / m->rope_dim);
-            if (m->rope_factors.data) f /= (double)factors[j];
+            const double f = llama_frequency(m, factors, j);
             r->angles[2 * (i * pairs + j)] = (float)cos(f * shift);
             r->angles[2 * (i * pairs + j) + 1] = (float)-sin(f * shift);
         }

@@ -4,6 +4,7 @@
  *
  * cc -O2 -o generate examples/generate.c examples/tieredkv.c -lm && ./generate model.gguf
  *
+ * With -fopenmp it uses OMP_NUM_THREADS threads, and writes the same text.
  * The program prints the text as it is generated. Then it reports:
  *   - the tier of each token, and the bytes of each tier
  *   - the speed, and the latency: the time to the first token, and percentiles of the time between tokens
@@ -534,9 +535,11 @@ int main(int argc, char **argv) {
     print_recall(&s, w.recall);
     print_summary(&s, &c, ratio);
     const int n_read = s.n_prompt - s.n_loaded;
-    printf("  speed       prompt %s tokens at %s per second, text %s at %s (one thread, %s)\n",
-           commas(n_read), commas(n_read / (prompt_time + 1e-9)), commas(n_text),
-           commas(n_text / (text_time + 1e-9)), tkv_get_name(TKV_NAME_ISA, (int)program_isa_of(s.kv)));
+    char threads[32] = "one thread";
+    if (llama_threads() > 1) snprintf(threads, sizeof threads, "%d threads", llama_threads());
+    printf("  speed       prompt %s tokens at %s per second, text %s at %s (%s, %s)\n", commas(n_read),
+           commas(n_read / (prompt_time + 1e-9)), commas(n_text), commas(n_text / (text_time + 1e-9)),
+           threads, tkv_get_name(TKV_NAME_ISA, (int)program_isa_of(s.kv)));
     if (n_text > 1)
         printf("  each token  %.1f ms: attention %.2f, appending %.2f, matrix products and the rest %.1f\n",
                1e3 * text_time / n_text, 1e3 * attending / n_text, 1e3 * appending / n_text,

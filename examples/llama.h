@@ -12,7 +12,8 @@
  *
  * It reads GGUF v2 and v3 (architecture llama; F32, F16, BF16, Q8_0, Q4_0, Q4_1) and llama2.c's legacy .bin with its
  * tokenizer.bin. Weights keep the format of the file; each row is decoded when it is multiplied. Keys and values are
- * stored only in tieredkv. The code uses one thread, libc and libm. It compiles as C99 and as C++11.
+ * stored only in tieredkv. The code uses libc and libm, and one thread; with -fopenmp the threads of OpenMP share the
+ * products with weights. It compiles as C99 and as C++11.
  *
  * A model file is untrusted: every count, size, offset and type is checked before use. An error is returned as one
  * sentence in `err`. No function prints or exits.
@@ -33,6 +34,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LLAMA_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
@@ -80,8 +84,9 @@ typedef struct llama_entry { /* a token, or a merge of the first `cut` bytes wit
 typedef struct llama_model {
     int n_layers, n_heads, n_kv_heads, head_dim, v_head_dim, dim, ffn_dim, vocab, context;
     float eps;
-    /* The three rope fields may be changed after loading. */
+    /* The four rope fields may be changed after loading. */
     float rope_theta; /* base */
+    float rope_yarn;  /* YaRN for so many times the trained context; up to 1: none */
     int rope_halves;  /* 0: channels (2i, 2i+1) are a pair, as in both file formats; 1: (i, i + rope_dim/2) */
     int rope_dim;     /* RoPE rotates the first rope_dim channels of a head */
     /* NULL; or it rounds each vector that matrices multiply, as engines with other arithmetic do (bench/weights.h). */
@@ -273,18 +278,37 @@ static void llama_dots(const float *w, size_t cols, const float *x, const float 
     }
 }
 
+static inline int llama_threads(void) { /* of a product */
+#ifdef _OPENMP
+    return omp_get_max_threads();
+#else
+    return 1;
+#endif
+}
+
+static inline int llama_thread(void) { /* the calling one, from 0 on */
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
 /* Computes out[i] = W x[i] for n vectors. Decodes four rows of W at a time, once for all vectors. `rows` is scratch
- * space of 4 * cols floats. */
+ * space of 4 * cols floats for each thread. */
 static void llama_matmul(const llama_tensor *w, const float *x, int n, float *out, float *rows) {
     const size_t cols = (size_t)w->cols, height = (size_t)w->rows;
     const int in_place =
         w->type == LLAMA_F32 && llama_little_endian() && (uintptr_t)w->data % sizeof(float) == 0;
+#ifdef _OPENMP
+#pragma omp parallel for
+#endif
     for (int r = 0; r < w->rows; r += 4) {
         const int m = w->rows - r < 4 ? w->rows - r : 4;
-        const float *four = rows;
+        float *own = rows + (size_t)llama_thread() * 4 * cols;
+        const float *four = own;
         if (in_place && m == 4) four = (const float *)(const void *)(w->data + (size_t)r * w->row_bytes);
-        for (int j = 0; four == rows && j < 4; j++)
-            llama_row(w, r + (j < m ? j : 0), rows + (size_t)j * cols);
+        for (int j = 0; four == own && j < 4; j++) llama_row(w, r + (j < m ? j : 0), own + (size_t)j * cols);
         for (int i = 0; i < n; i += 2) {
             const float *a = x + (size_t)i * cols, *b = i + 1 < n ? a + cols : NULL;
             float sums[8], *to = out + (size_t)i * height + (size_t)r;
@@ -1100,11 +1124,12 @@ static uint64_t llama_add_to_checksum(uint64_t sum, const void *data, size_t siz
  * may be changed after it. It finds accidents, such as a file of another model; it stops no attacker. Cost: O(bytes of
  * the files). */
 static inline uint64_t llama_checksum(const llama_model *m) {
-    uint32_t theta;
+    uint32_t theta, yarn;
     memcpy(&theta, &m->rope_theta, sizeof theta);
+    memcpy(&yarn, &m->rope_yarn, sizeof yarn);
     uint64_t sum = llama_add_to_checksum((uint64_t)m->file_size, m->file, m->file_size);
     sum = llama_add_to_checksum(sum ^ (uint64_t)m->tokenizer_size, m->tokenizer_file, m->tokenizer_size);
-    return (sum ^ theta) * 0x9e3779b97f4a7c15u + (uint64_t)m->rope_halves;
+    return (sum ^ theta) * 0x9e3779b97f4a7c15u + (uint64_t)m->rope_halves + 2 * (uint64_t)yarn;
 }
 
 /* >>forward */
@@ -1113,6 +1138,34 @@ static inline uint64_t llama_checksum(const llama_model *m) {
  * tieredkv here, and a test uses arrays. */
 typedef tkv_status (*llama_attention)(void *ctx, int layer, const float *q, const float *k, const float *v,
                                       int n, float *out);
+
+/* Returns the frequency of pair j of RoPE. factors: a row of rope_factors, if the model has them. YaRN (arXiv 2309.00071,
+ * section 3.2): a pair with more than 32 turns in the trained context keeps its frequency, one with less than one turn is
+ * slowed by the factor, and those between are mixed. The limits are whole pairs, as in llama.cpp. */
+static inline double llama_frequency(const llama_model *m, const float *factors, int j) {
+    const double d = (double)m->rope_dim, base = (double)m->rope_theta;
+    double f = pow(base, -2.0 * (double)j / d), kept;
+    if (m->rope_factors.data) f /= (double)factors[j];
+    if (m->rope_yarn <= 1.0f) return f;
+    const double turns = (double)m->context / 6.283185307179586, per_pair = d / (2.0 * log(base));
+    double first = floor(per_pair * log(turns / 32.0)), last = ceil(per_pair * log(turns));
+    first = first > 0 ? first : 0;
+    last = last < d - 1 ? last : d - 1;
+    kept = 1.0 - ((double)j - first) / (last - first > 0.001 ? last - first : 0.001);
+    kept = kept < 0 ? 0 : kept > 1 ? 1 : kept;
+    return f * (kept + (1.0 - kept) / (double)m->rope_yarn);
+}
+
+/* Returns the positions that RoPE is for: the trained context, which YaRN stretches. */
+static inline int llama_context(const llama_model *m) {
+    const double n = (double)m->context * (m->rope_yarn > 1.0f ? (double)m->rope_yarn : 1.0);
+    return n < 2147483647.0 ? (int)n : 2147483647;
+}
+
+/* Returns the factor of cosine and sine: YaRN makes scores larger (section 3.4). */
+static inline double llama_rope_size(const llama_model *m) {
+    return m->rope_yarn > 1.0f ? 1.0 + 0.1 * log((double)m->rope_yarn) : 1.0;
+}
 
 /* Rotates each pair of channels of x [n][n_heads][head_dim] by position * frequency. `angles` has cosine and sine of
  * each token and pair. */
@@ -1145,13 +1198,14 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
                  o_size = (size_t)(m->n_heads * m->v_head_dim);
     const size_t widest = dim + ffn + o_size + pairs; /* at least the length of any row */
     const size_t per_token = 2 * dim + q_size + k_size + v_size + o_size + 2 * ffn + 2 * pairs;
+    const size_t scratch = 4 * widest * (size_t)llama_threads();
     tkv_status status = TKV_OK;
     if (n < 1 || n_logits < 0 || n_logits > n || pos < 0 || (n_logits && !logits)) return TKV_ERR_ARG;
     for (size_t i = 0; i < count; i++)
         if (tokens[i] < 0 || tokens[i] >= m->vocab) return TKV_ERR_ARG;
     float *x;
-    if (count > (SIZE_MAX / sizeof *x - 4 * widest) / per_token) return TKV_ERR_NOMEM;
-    x = (float *)malloc((count * per_token + 4 * widest) * sizeof *x);
+    if (count > (SIZE_MAX / sizeof *x - scratch) / per_token) return TKV_ERR_NOMEM;
+    x = (float *)malloc((count * per_token + scratch) * sizeof *x);
     if (!x) return TKV_ERR_NOMEM;
     float *norm = x + count * dim;
     float *q = norm + count * dim;
@@ -1165,11 +1219,10 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
 
     if (m->rope_factors.data) llama_row(&m->rope_factors, 0, rows);
     for (size_t j = 0; j < pairs; j++) {
-        double frequency = pow((double)m->rope_theta, -2.0 * (double)j / (double)m->rope_dim);
-        if (m->rope_factors.data) frequency /= (double)rows[j];
+        const double frequency = llama_frequency(m, rows, (int)j), size = llama_rope_size(m);
         for (size_t i = 0; i < count; i++) {
-            angles[2 * (i * pairs + j)] = (float)cos(frequency * (double)((size_t)pos + i));
-            angles[2 * (i * pairs + j) + 1] = (float)sin(frequency * (double)((size_t)pos + i));
+            angles[2 * (i * pairs + j)] = (float)(size * cos(frequency * (double)((size_t)pos + i)));
+            angles[2 * (i * pairs + j) + 1] = (float)(size * sin(frequency * (double)((size_t)pos + i)));
         }
     }
     for (size_t i = 0; i < count; i++) llama_row(&m->embedding, tokens[i], x + i * dim);
@@ -1256,7 +1309,7 @@ static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* s
     cfg->model.n_kv_heads = m->n_kv_heads;
     cfg->model.head_dim = m->head_dim;
     cfg->model.v_head_dim = m->v_head_dim;
-    if (m->rope_factors.data || !(m->rope_theta >= 2 && m->rope_theta <= 1e9f)) return;
+    if (m->rope_factors.data || m->rope_yarn > 1.0f || !(m->rope_theta >= 2 && m->rope_theta <= 1e9f)) return;
     cfg->model.rope.dim = m->rope_dim; /* KVQUANT formats undo RoPE before coding */
     cfg->model.rope.base = m->rope_theta;
     cfg->model.rope.interleaved = !m->rope_halves;

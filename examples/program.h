@@ -48,9 +48,22 @@ static inline const char *cache_fault(const tkv_cache *kv, tkv_status status) {
     return *tkv_get_last_error(kv) ? tkv_get_last_error(kv) : tkv_get_status_text(status);
 }
 
-static inline double seconds(void) { /* CPU time of the program, which has one thread */
+/* CPU time of a program with one thread; with -fopenmp, wall time. */
+static inline double seconds(void) {
+#ifdef _OPENMP
+    return omp_get_wtime();
+#else
     return (double)clock() / CLOCKS_PER_SEC;
+#endif
 }
+
+#ifdef _OPENMP
+static inline void run_by_openmp(void *user, int n_tasks, tkv_task task, void *ctx) {
+    (void)user;
+#pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < n_tasks; i++) task(ctx, i);
+}
+#endif
 
 static inline const char *commas(double x) { /* writes 12,345,678; the last four results stay valid */
     static char bufs[4][40];
@@ -91,13 +104,14 @@ static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t 
     "  -z FILE            tokenizer.bin of a llama2.c model\n"                                               \
     "  --tables FILE      loads tables that calibrate wrote\n"                                               \
     "  --theta X          base of RoPE (the model's)\n"                                                      \
+    "  --yarn X           YaRN: RoPE for X times the model's context (1)\n"                                  \
     "  --rope-halves      RoPE rotates the pairs of channels (i, i + d/2)\n"                                 \
     "  --isa NAME         instruction set: auto, scalar, avx2, avx512, neon or wasm (auto)\n"
 
 typedef struct options {
     const char *model, *tokenizer, *prompt, *file, *tables;
     int n, context, raw, rope_halves;
-    float temperature, top_p, theta;
+    float temperature, top_p, theta, yarn;
     uint64_t seed;
 } options;
 
@@ -136,6 +150,7 @@ static inline parsed parse_common_option(options *o, tkv_config *cfg, const char
     else if (strcmp(name, "-t") == 0) ok = read_float(value, 0, &o->temperature);
     else if (strcmp(name, "--top-p") == 0) ok = read_float(value, FLT_MIN, &o->top_p);
     else if (strcmp(name, "--theta") == 0) ok = read_float(value, FLT_MIN, &o->theta);
+    else if (strcmp(name, "--yarn") == 0) ok = read_float(value, 1, &o->yarn);
     else if (strcmp(name, "--seed") == 0) o->seed = strtoull(value, NULL, 10);
     else if (strncmp(name, "--", 2) == 0 && plan_knows(name + 2)) {
         const char *wrong = plan_word(cfg, name + 2, value);
@@ -199,7 +214,11 @@ static inline void load(const options *o, llama_model *m, tkv_config *cfg) {
     if (m->note[0]) fprintf(stderr, PROGRAM ": %s\n", m->note);
     if (o->theta > 0) m->rope_theta = o->theta;
     m->rope_halves = o->rope_halves;
+    m->rope_yarn = o->yarn;
     llama_kv_config(m, cfg);
+#ifdef _OPENMP
+    cfg->host.parallel_for = run_by_openmp;
+#endif
     if (plan_too_far(cfg)) fail("%s", plan_too_far(cfg));
 }
 
@@ -230,7 +249,7 @@ static inline void load_tables(const options *o, tkv_cache *kv) {
 }
 
 static inline int context_of(const options *o, const llama_model *m) {
-    const int context = o->context ? o->context : m->context;
+    const int context = o->context ? o->context : llama_context(m);
     return context < PROGRAM_MOST ? context : PROGRAM_MOST;
 }
 

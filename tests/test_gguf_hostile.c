@@ -118,6 +118,17 @@ TEST(rope) {
         }
         CHECK_LE(1e-3, largest);
     }
+    /* YaRN by the formulas of its paper for 64 channels, base 1e5, 8,192 tokens: pair 10 has 32 turns, pair 20 one */
+    m.rope_factors.data = NULL;
+    m.rope_dim = 64, m.rope_theta = 1e5f, m.context = 8192, m.rope_yarn = 2.0f;
+    CHECK_EQ(llama_context(&m), 16384);
+    CHECK_NEAR(llama_rope_size(&m), 1.0693147, 1e-6);
+    for (i = 0; i < 32; i++) {
+        const double plain = pow(1e5, -i / 32.0), kept = i <= 10 ? 1 : i >= 20 ? 0 : (20 - i) / 10.0;
+        CHECK_NEAR(llama_frequency(&m, NULL, i) / plain, (1 + kept) / 2, 1e-6);
+    }
+    m.rope_yarn = 1.0f;
+    CHECK_NEAR(llama_frequency(&m, NULL, 31), pow(1e5, -31 / 32.0), 1e-12);
     llama_free(&m);
     /* the other pairing of RoPE, with rows in its order, is the same network */
     p.rope_halves = 1;

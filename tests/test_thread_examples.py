@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The examples of threads of the host compile with the command in their first lines, and print that their bits are those of one
-call, for every number of parts."""
+call, for every number of parts. generate.c writes the same text with any number of OpenMP threads."""
 import os
 import re
 import subprocess
@@ -45,6 +45,33 @@ class Threads(unittest.TestCase):
 
     def test_job_queue(self):
         self.run_example("threads_queue.c", 4)
+
+    def test_runner(self):
+        with tempfile.TemporaryDirectory() as folder:
+            said = {}
+            for flags, threads in ((), ""), (("-fopenmp",), "1"), (("-fopenmp",), "2"), (("-fopenmp",), "5"):
+                program = os.path.join(folder, "generate" + "".join(flags))
+                if not os.path.exists(program):
+                    library = os.environ.get("LIBRARY", "examples/tieredkv.c")
+                    done = subprocess.run(["cc", "-O2", *flags, "examples/generate.c", library, "-o", program, "-lm"],
+                                          cwd=ROOT, capture_output=True, text=True)
+                    if flags and done.returncode:
+                        self.skipTest("the compiler has no OpenMP")
+                    self.assertEqual((done.returncode, done.stderr), (0, ""))
+                run = subprocess.run([program, "examples/data/demo.gguf", "-f", "examples/data/demo_prompt.txt", "--raw",
+                                      "-n", "24", "-t", "0", "--yarn", "1.5"], cwd=ROOT, capture_output=True, text=True,
+                                     timeout=600, env=dict(os.environ, OMP_NUM_THREADS=threads or "1",
+                                                           OMP_WAIT_POLICY="passive"))
+                self.assertEqual(run.returncode, 0, run.stderr)
+                lines = run.stdout.splitlines()
+                timed = [line for line in lines if re.match(r"  (speed|each token|latency|first token)", line)]
+                self.assertIn("%s thread" % ("one" if threads in ("", "1") else threads), "\n".join(timed))
+                # times differ, and threads take work space
+                said[threads] = [line for line in lines
+                                 if not re.search(r"per second|\d ms|^  (other|total|memory) ", line)]
+            self.assertTrue(any("KL divergence" in line for line in said[""]), said[""])
+            for threads in "125":
+                self.assertEqual(said[threads], said[""], threads)
 
 
 if __name__ == "__main__":
