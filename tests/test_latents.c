@@ -144,7 +144,7 @@ TEST(attention_in_every_format) {
                 tkv_cache *kv;
                 char label[120];
                 int rows;
-                if ((f + m + i) % tkv_test_stride(8, 2)) continue;
+                if ((f + m + i) % tkv_test_stride(8, 4)) continue;
                 if (s->heads > 50 && (f + i) % 3) continue; /* the reference decodes again for each row */
                 cfg.host.isa = isas[i];
                 fill_keys(s);
@@ -291,7 +291,7 @@ TEST(rows_together_have_the_bits_of_rows_alone) {
         tkv_test_isas(isas) == 1 || tkv_test_isa() == TKV_ISA_SCALAR; /* wide heads take long */
     int m, f, n_split = 0;
     for (m = 0; m < COUNT(shapes); m++)
-        for (f = m % 2; f < COUNT(formats); f += tkv_test_stride(5, 2)) {
+        for (f = m % 2; f < COUNT(formats); f += tkv_test_stride(5, 3)) {
             if (m < 3) check_bits(&shapes[m], formats[f], 1, 0);
             if ((m % 2 == 0 && (f + m) % 6) || (m < 4 && is_scalar && tkv_test_quick())) continue;
             n_split += check_bits(&shapes[m], formats[f], TIMES, 0);

@@ -169,7 +169,7 @@ TEST(attention_in_every_format) {
                 tkv_config cfg = config_of(&models[m], layers);
                 tkv_cache *kv;
                 char label[120];
-                if ((at + m + i) % tkv_test_stride(11, 3)) continue;
+                if ((at + m + i) % tkv_test_stride(11, 5)) continue;
                 cfg.host.isa = isas[i];
                 cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
                 cfg.tiers.warm = cfg.tiers.archive = pair;

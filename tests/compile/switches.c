@@ -508,7 +508,8 @@ static void metering(void) {
     plan.context = 100;
     plan.archive.k = TKV_A30;
     plan.archive.v = TKV_R30;
-    CHECK(tkv_get_quality(kv, TKV_ALL_LAYERS, &info) == want && (no_meter || !HAS_ATOMICS || info.samples > 0));
+    CHECK(tkv_get_quality(kv, TKV_ALL_LAYERS, &info) == want &&
+          (no_meter || !HAS_ATOMICS || info.samples > 0));
     CHECK(tkv_compute_score(&p, &score) == (no_meter || HAS_ATOMICS ? want : TKV_ERR_RANGE)); /* no samples */
     CHECK(tkv_init_feedback(&f, NULL, text, sizeof text) == want && (!no_meter || strstr(text, no_meter)));
     CHECK(tkv_observe_score(&f, score) == want);
