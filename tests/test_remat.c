@@ -961,6 +961,43 @@ TEST(one_long_sequence_discards_its_oldest_blocks) {
     tkv_destroy(kv);
 }
 
+/* An estimate counts the blocks that a model gives, as far as cost.step_flops and cost.min_materialized allow. A cache
+ * holds what was estimated. */
+TEST(estimates_count_blocks_of_a_model) {
+    int context[4], way;
+    for (way = 0; way < 4; way++) {
+        tkv_config cfg = small_config();
+        tkv_memory_info memory;
+        size_t in_ram = 0;
+        row_model m;
+        tkv_cache *kv;
+        int tier;
+        cfg.limits.max_tokens = LONGEST - 16;
+        cfg.budget.bytes = 216000;
+        if (way) attach_row_model(&m, &cfg);
+        if (way == 1) cfg.recompute.cost.min_materialized = LONGEST;
+        if (way == 2)
+            cfg.recompute.cost.step_flops = 400.0 * LAYERS * 2.0 * 1000.0; /* of 400 tokens: 6 blocks */
+        CHECK_EQ(tkv_estimate_context(&cfg, 1, &context[way]), TKV_OK);
+        CHECK_EQ(tkv_estimate_memory(&cfg, context[way], 1, &memory), TKV_OK);
+        CHECK_LE(memory.peak, cfg.budget.bytes);
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++) in_ram += memory.tier[tier].tokens;
+        CHECK_EQ(in_ram<(size_t)(LAYERS * context[way]), way> 1);
+        if (way == 2) CHECK_EQ((size_t)(LAYERS * context[way]) - in_ram, LAYERS * 6 * BLOCK);
+        kv = create_cache(&cfg);
+        while (tkv_get_length(kv, 0, 0) < context[way]) {
+            const tkv_status st = append_to_both(kv, NULL, 0, 1);
+            CHECK_MSG(st == TKV_OK, "%d of %d tokens: %s", tkv_get_length(kv, 0, 0), context[way],
+                      tkv_get_last_error(kv));
+            if (st) break;
+        }
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
+    CHECK_EQ(context[1], context[0]);
+    CHECK(context[2] >= context[0] + 5 * BLOCK && context[3] > context[2]);
+}
+
 TEST(recompute_configs) {
     tkv_config cfg = small_config();
     char reason[200];
@@ -1134,6 +1171,7 @@ int main(int argc, char **argv) {
     RUN(in_place);
     RUN(rows_are_given_at_access);
     RUN(one_long_sequence_discards_its_oldest_blocks);
+    RUN(estimates_count_blocks_of_a_model);
     RUN(recompute_configs);
     return tkv_test_end();
 }

@@ -186,6 +186,327 @@ TEST(check_finds_damaged_anchors) {
     tkv_destroy(kv);
 }
 
+/* As DAMAGE, and the reason has these words. */
+#define DAMAGE_SAYS(field, wrong, words)                                                                     \
+    do {                                                                                                     \
+        memcpy(saved, &(field), sizeof(field));                                                              \
+        (field) = (wrong);                                                                                   \
+        expect_reason(kv, words);                                                                            \
+        memcpy(&(field), saved, sizeof(field));                                                              \
+        check_cache_at(kv, "repaired: " #field, 0);                                                          \
+    } while (0)
+
+static void expect_reason(const tkv_cache *kv, const char *words) {
+    char reason[120] = "";
+    CHECK_EQ(tkv_check(kv, reason, sizeof reason), TKV_ERR_BROKEN);
+    CHECK_MSG(strstr(reason, words) != NULL, "\"%s\", and not \"%s\"", reason, words);
+}
+
+TEST(check_names_damaged_counts) {
+    unsigned char saved[64];
+    tkv_config cfg = make_config(3, 2);
+    tkv_layer_config layers[3];
+    tkvi_list *list, *shared;
+    tkvi_pool *pool;
+    tkv_cache *kv;
+    int i;
+    memset(layers, 0, sizeof layers);
+    layers[2].share_kv = 1;
+    cfg.layers = layers;
+    cfg.limits.max_tokens = 2000;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 1500, 100), TKV_OK);
+    list = tkvi_list_of(kv, 0, 0);
+    shared = tkvi_list_of(kv, 0, 2);
+    pool = &kv->pool;
+    DAMAGE_SAYS(shared->len, 5, "a layer without its own cache holds blocks");
+    DAMAGE_SAYS(list->passed[TKVI_TIGHTEST], -1, "count as recoded");
+    DAMAGE_SAYS(list->passed[TKVI_TIGHTEST], 1, "count as recoded");
+    DAMAGE_SAYS(list->passed[TKVI_RECODED], list->archive + list->warm + 1, "count as recoded");
+    list->passed[TKVI_RECODED] = list->archive + list->warm;
+    DAMAGE_SAYS(list->passed[TKVI_TIGHTEST], list->archive + 1, "count as recoded");
+    DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], -1, "more blocks are counted as offloaded than exist");
+    DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], list->n, "more blocks are counted as offloaded than exist");
+    DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], 1, "a block in RAM is counted as offloaded");
+    DAMAGE_SAYS(list->chunk_start, -1, "the last append began behind the end");
+    DAMAGE_SAYS(list->chunk_start, list->len + 1, "the last append began behind the end");
+    DAMAGE_SAYS(list->expired, list->len + 1, "a length is out of range");
+    DAMAGE_SAYS(list->len, 2001, "a length is out of range");
+    DAMAGE_SAYS(list->expired, list->len, "blocks without tokens");
+    DAMAGE_SAYS(list->expired, 4, "the first block does not follow the expired tokens");
+    DAMAGE_SAYS(pool->n_offloaded, 1, "offloaded blocks are miscounted");
+    DAMAGE_SAYS(pool->n_discarded, 1, "discarded blocks are miscounted");
+    DAMAGE_SAYS(pool->free_block, pool->block[pool->free_block].page, "free blocks are miscounted");
+    DAMAGE_SAYS(pool->free_entry, pool->entry[pool->free_entry].block, "free entries are miscounted");
+    DAMAGE_SAYS(pool->block[pool->free_block].page, pool->free_block, "the list of free blocks is broken");
+    DAMAGE_SAYS(pool->entry[pool->free_entry].block, pool->free_entry, "the list of free entries is broken");
+    DAMAGE_SAYS(kv->tables.level, -1, "there is no level");
+    DAMAGE_SAYS(kv->tables.level, kv->tables.n_levels, "there is no level");
+    DAMAGE_SAYS(kv->tables.cfg.budget.bytes, 1000, "more is held than the budget");
+    DAMAGE_SAYS(kv->seq[0].n_pages, 1, "a page is named whose tokens are gone");
+    /* all coded blocks in the warm tier: the oldest is too old for it */
+    CHECK(list->archive > 3);
+    for (i = 0; i < list->archive; i++) pool->entry[tkvi_ids(kv, 0, 0)[list->sinks + i]].tier = TKV_TIER_WARM;
+    list->warm += list->archive;
+    list->archive = 0;
+    list->passed[TKVI_TIGHTEST] = 0;
+    expect_reason(kv, "a block is in its tier for too long");
+    tkv_destroy(kv);
+}
+
+TEST(check_names_damaged_entries) {
+    unsigned char saved[64];
+    tkv_cache *kv = make_cache_to_damage();
+    tkvi_list *list = tkvi_list_of(kv, 0, 0);
+    const uint32_t *ids;
+    tkvi_entry *first, *coded, *last;
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 20, 20), TKV_OK);
+    ids = tkvi_ids(kv, 0, 0);
+    first = &kv->pool.entry[ids[0]];
+    coded = &kv->pool.entry[ids[1]];
+    last = &kv->pool.entry[ids[list->n - 1]];
+    CHECK(list->len - last->start < BLOCK / 2);
+    DAMAGE_SAYS(coded->n_packed, 3, "an entry lists indices where none can");
+    DAMAGE_SAYS(last->end_slot, BLOCK, "an entry has slots that no token can have");
+    last->end_slot = 2;
+    DAMAGE_SAYS(last->first_slot, 3, "an entry has slots that no token can have");
+    last->end_slot = 0;
+    DAMAGE_SAYS(last->first_slot, BLOCK, "a block has no tokens, or more than its capacity");
+    DAMAGE_SAYS(first->shift, -1, "a token has a position that does not exist (-1)");
+    DAMAGE_SAYS(last->shift, (1 << 30) - list->len + 1,
+                "a token has a position that does not exist (1073741824)");
+    DAMAGE_SAYS(tkvi_block_of(kv, ids[1])->copy_layout, 999, "a copy is in no known format");
+    DAMAGE_SAYS(kv->tables.plan[0].now.warm, -2000, "a block is in its tier for too long");
+    tkv_destroy(kv);
+}
+
+TEST(check_names_damaged_lists_of_indices) {
+    unsigned char saved[64];
+    uint64_t victims[16];
+    tkv_config cfg = make_config(1, 1);
+    tkvi_token_meta *meta;
+    tkvi_entry *packed;
+    const uint32_t *ids;
+    tkvi_list *list;
+    tkv_cache *kv;
+    int i;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 900, 100), TKV_OK);
+    for (i = 0; i < COUNT(victims); i++) victims[i] = 0x5555555555555555u;
+    CHECK_EQ(evict_tokens(kv, 0, 0, victims, 500), TKV_OK);
+    check_cache_at(kv, "evicted", 0);
+    list = tkvi_list_of(kv, 0, 0);
+    ids = tkvi_ids(kv, 0, 0);
+    for (i = 0; i + 1 < list->n && !kv->pool.entry[ids[i]].n_packed;) i++;
+    packed = &kv->pool.entry[ids[i]];
+    meta = &kv->pool.token_meta[ids[i]];
+    CHECK(packed->n_packed > 10 && !(packed->evicted_mask & 0xf));
+    DAMAGE_SAYS(packed->n_packed, -1, "an entry lists indices where none can");
+    DAMAGE_SAYS(packed->end_slot, 5, "an entry has slots that no token can have");
+    DAMAGE_SAYS(packed->first_slot, (uint8_t)packed->n_packed, "an entry has slots that no token can have");
+    DAMAGE_SAYS(meta->index.after_start[2], meta->index.after_start[1],
+                "tokens of a packed block are out of order");
+    DAMAGE_SAYS(meta->index.after_start[packed->n_packed - 1], 60000,
+                "tokens of a packed block are out of order");
+    tkv_destroy(kv);
+}
+
+/* Layer 0 has no window. In layer 1 named sinks are seen beyond it. */
+TEST(check_names_damaged_sinks) {
+    unsigned char saved[64];
+    tkv_layer_config layers[2];
+    tkv_config cfg = make_config(2, 1);
+    const uint32_t *ids;
+    tkvi_list *list;
+    tkv_cache *kv;
+    int i;
+    memset(layers, 0, sizeof layers);
+    layers[1].window = 100;
+    layers[1].window_sinks = 1;
+    cfg.layers = layers;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 100, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 0, 70, 1, 1), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 700, 100), TKV_OK);
+    check_cache_at(kv, "with a named sink", 0);
+    list = tkvi_list_of(kv, 0, 0);
+    ids = tkvi_ids(kv, 0, 0);
+    i = tkvi_block_at(kv, list, ids, 70);
+    CHECK(tkvi_sink_mask(&kv->pool, ids[i]) != 0);
+    DAMAGE_SAYS(kv->pool.entry[ids[i]].evicted_mask, kv->pool.entry[ids[i]].sink_mask,
+                "a named sink is no token");
+    CHECK(!tkvi_is_hot_layout(kv, 0, tkvi_block_of(kv, ids[i + 1])->layout));
+    DAMAGE_SAYS(kv->pool.entry[ids[i + 1]].sink_mask, 1, "a named sink is not exact");
+    list = tkvi_list_of(kv, 0, 1);
+    ids = tkvi_ids(kv, 0, 1);
+    i = tkvi_block_at(kv, list, ids, 70);
+    CHECK(i >= list->sinks && tkvi_block_start(kv, ids, i) < list->expired);
+    DAMAGE_SAYS(kv->pool.entry[ids[i]].evicted_mask, kv->pool.entry[ids[i]].evicted_mask & ~(uint64_t)1,
+                "a token has expired beside a named sink");
+    tkv_destroy(kv);
+}
+
+TEST(check_names_damaged_offloaded_blocks) {
+    unsigned char saved[64];
+    tkv_config cfg = make_f32_config(1, 1);
+    tkvi_list *list;
+    const uint32_t *ids;
+    test_store store;
+    tkv_cache *kv;
+    int n = 0;
+    cfg.tiers.sink_tokens = BLOCK; /* blocks of sinks are as large as others */
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 900, 100), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 3, &n), TKV_OK);
+    CHECK_EQ(n, 3);
+    list = tkvi_list_of(kv, 0, 0);
+    ids = tkvi_ids(kv, 0, 0);
+    check_cache_at(kv, "offloaded", 0);
+    DAMAGE_SAYS(kv->tables.cfg.offload.write, NULL, "a block is offloaded that must stay in RAM");
+    DAMAGE_SAYS(kv->pool.n_offloaded, 2, "offloaded blocks are miscounted");
+    list->sinks++; /* the first offloaded block becomes one of sinks */
+    list->archive--;
+    list->passed[TKVI_OFFLOADED_RUN] = list->passed[TKVI_RECODED] = list->passed[TKVI_TIGHTEST] = 0;
+    kv->pool.entry[ids[1]].tier = TKV_TIER_HOT;
+    expect_reason(kv, "a block is offloaded that must stay in RAM");
+    list->sinks--;
+    list->archive++;
+    kv->pool.entry[ids[1]].tier = TKV_TIER_ARCHIVE;
+    check_cache_at(kv, "repaired", 0);
+    tkv_destroy(kv);
+    destroy_test_store(&store);
+}
+
+TEST(check_names_a_damaged_meter) {
+    unsigned char saved[64];
+    tkv_config cfg = make_config(2, 2);
+    tkvi_head_probe *probe;
+    tkvi_meter *m;
+    tkv_cache *kv;
+    int swapped;
+    cfg.meter.heads = 2;
+    cfg.meter.tokens = 1024;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 900, 100), TKV_OK);
+    m = kv->meter;
+    REQUIRE(m != NULL);
+    probe = &m->head_probe[1];
+    CHECK(m->seq == 0 && probe->n > 4 && probe->n < m->slots);
+    check_cache_at(kv, "with copies", 0);
+    DAMAGE_SAYS(m->seq, -2, "the meter watches a sequence that does not exist");
+    DAMAGE_SAYS(m->seq, 2, "the meter watches a sequence that does not exist");
+    DAMAGE_SAYS(m->seq, TKV_NO_SEQ, "the meter has copies without blocks");
+    DAMAGE_SAYS(m->seq, 1, "the meter has a copy of a block that is not coded");
+    DAMAGE_SAYS(probe->n, -1, "the meter has copies without blocks");
+    DAMAGE_SAYS(probe->n, m->slots + 1, "the meter has copies without blocks");
+    DAMAGE_SAYS(probe->stride, 0, "the meter has copies without blocks");
+    DAMAGE_SAYS(probe->slot[0], -1, "a copy of the meter has no slot");
+    DAMAGE_SAYS(probe->slot[0], m->slots, "a copy of the meter has no slot");
+    DAMAGE_SAYS(probe->slot[0], probe->slot[1], "two copies of the meter share a slot");
+    DAMAGE_SAYS(probe->start[1], probe->start[0], "copies out of order");
+    DAMAGE_SAYS(probe->start[0], probe->start[0] + 1, "the meter has a copy of a block that is not coded");
+    DAMAGE_SAYS(probe->start[probe->n - 1], 900, "the meter has a copy of a block that is not coded");
+    DAMAGE_SAYS(probe->start[probe->n - 1], 4 + 13 * BLOCK,
+                "the meter has a copy of a block that is not coded");
+    swapped = probe->slot[0]; /* any order of the slots is right */
+    probe->slot[0] = probe->slot[3];
+    probe->slot[3] = swapped;
+    check_cache_at(kv, "other slots", 0);
+    tkv_destroy(kv);
+}
+
+static void put_state(tkv_cache *kv, int seq, int layer, int n_tokens) {
+    static const char state[100] = "a state";
+    CHECK_EQ(tkv_seq_put_state(kv, seq, layer, n_tokens, state, sizeof state), TKV_OK);
+}
+
+TEST(check_names_damaged_states) {
+    unsigned char saved[64];
+    tkv_config cfg = make_config(2, 3);
+    tkvi_states *s;
+    tkvi_state_list *list;
+    tkvi_held_state swapped;
+    tkv_cache *kv;
+    int n;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 100, 100), TKV_OK);
+    for (n = 20; n <= 80; n += 20) {
+        put_state(kv, 0, 0, n);
+        put_state(kv, 0, 1, n);
+    }
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 60), TKV_OK);
+    check_cache_at(kv, "with states", 0);
+    s = &kv->states;
+    list = &s->list[0];
+    CHECK_EQ(list->n, 8);
+    DAMAGE_SAYS(s->n_stateful, 1, "stateful layers are miscounted");
+    DAMAGE_SAYS(list->n, -1, "a list of states is longer than its memory");
+    DAMAGE_SAYS(list->cap, 7, "a list of states is longer than its memory");
+    DAMAGE_SAYS(list->held[0].state->layer, -1, "a state has no place");
+    DAMAGE_SAYS(list->held[0].state->layer, 2, "a state has no place");
+    DAMAGE_SAYS(list->held[0].state->n_tokens, 0, "a state has no place");
+    DAMAGE_SAYS(list->held[0].state->size, 0, "a state has no place");
+    DAMAGE_SAYS(list->held[7].state->n_tokens, 79, "states are out of order");
+    DAMAGE_SAYS(list->held[1].state->layer, 0, "states are out of order");
+    DAMAGE_SAYS(list->held[0].state->n_holders, 1, "the holders of a state are miscounted");
+    DAMAGE_SAYS(list->held[7].state->n_holders, 2, "the holders of a state are miscounted");
+    DAMAGE_SAYS(list->held[0].state->n_spare, list->held[0].state->n_spare + 1,
+                "the holders of a state are miscounted");
+    DAMAGE_SAYS(list->n_positions, 3, "positions of states are miscounted");
+    DAMAGE_SAYS(s->held_bytes, s->held_bytes + 1, "bytes of states do not add up");
+    DAMAGE_SAYS(s->spare_bytes, s->spare_bytes + 1, "bytes of states do not add up");
+    DAMAGE_SAYS(s->limit, s->held_bytes - 1, "states take more than limits.state_bytes");
+    list->held[7].is_spare = 1; /* the newest state is never spare */
+    list->held[7].state->n_spare = 1;
+    s->spare_bytes += tkvi_state_bytes(list->held[7].state->size);
+    expect_reason(kv, "a state is spare that is not");
+    list->held[7].is_spare = 0;
+    list->held[7].state->n_spare = 0;
+    s->spare_bytes -= tkvi_state_bytes(list->held[7].state->size);
+    swapped = list->held[6];
+    list->held[6] = list->held[7];
+    list->held[7] = swapped;
+    expect_reason(kv, "states are out of order");
+    list->held[7] = list->held[6];
+    list->held[6] = swapped;
+    check_cache_at(kv, "repaired", 0);
+    tkv_destroy(kv);
+}
+
+/* Moves a block to a page of its own, as if no page had been compacted. */
+TEST(check_finds_pages_that_could_be_one) {
+    tkv_cache *kv = make_cache_to_damage();
+    tkvi_pool *pool = &kv->pool;
+    uint32_t from, to, number;
+    tkvi_block *b;
+    int slot = 0;
+    CHECK_EQ(tkvi_add_page(pool), 1);
+    to = pool->free_page;
+    for (from = 0; from < pool->n_pages &&
+                   !(pool->page[from].size_class >= 0 && pool->page[from].used > 1 &&
+                     pool->page[from].used < pool->tables->size_class[pool->page[from].size_class].slots);)
+        from++;
+    REQUIRE(from < pool->n_pages);
+    while (!(pool->page[from].taken >> slot & 1)) slot++;
+    number = pool->page[from].owner[slot];
+    b = &pool->block[number];
+    pool->page[from].taken &= ~((uint64_t)1 << slot);
+    pool->page[from].used--;
+    pool->free_page = pool->page[to].after;
+    pool->n_free_pages--;
+    pool->page[to].size_class = pool->page[from].size_class;
+    pool->page[to].taken = 1;
+    pool->page[to].used = 1;
+    pool->page[to].owner[0] = number;
+    b->page = to;
+    b->slot = 0;
+    tkvi_link_partial_page(pool, to);
+    expect_reason(kv, "more pages than blocks need");
+    tkv_destroy(kv);
+}
+
 /* tkv_check reports indices beyond the end of their tables and does not follow them. */
 TEST(check_survives_wild_indices) {
     unsigned char saved[64];
@@ -905,6 +1226,14 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(check_finds_damage);
     RUN(check_finds_damaged_anchors);
+    RUN(check_names_damaged_counts);
+    RUN(check_names_damaged_entries);
+    RUN(check_names_damaged_lists_of_indices);
+    RUN(check_names_damaged_sinks);
+    RUN(check_names_damaged_offloaded_blocks);
+    RUN(check_names_a_damaged_meter);
+    RUN(check_names_damaged_states);
+    RUN(check_finds_pages_that_could_be_one);
     RUN(check_survives_wild_indices);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);
