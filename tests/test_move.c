@@ -1888,6 +1888,82 @@ TEST(slides_behind_removed_tokens) {
     tkv_destroy(kv);
 }
 
+/* Nothing is left behind the span of a slide: the tokens there had been evicted, and a cut has taken the later ones. The
+ * last block goes on without tokens, and appends go on behind the tokens that were cut. */
+TEST(slides_that_leave_sinks_alone) {
+    static tkv_layer_config layers[2];
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(2), exact = make_move_config(2);
+    uint64_t victims[4] = {0, 0, ~(uint64_t)0, 0};
+    int own_sinks, n_removed, t, position[20];
+    for (t = 68; t < 200; t++) add_to_mask(victims, t);
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.layers = layers;
+    cfg.limits.max_tokens = 250;
+    for (own_sinks = 0; own_sinks < 2; own_sinks++) {
+        tkv_cache *kv;
+        layers[1].sink_tokens =
+            own_sinks ? TKV_OFF : 0; /* then the first block of layer 1 has the sinks of layer 0 */
+        kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        append_plain(kv, 0, &s, 0, 248, 40);
+        CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 200), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, 190), TKV_OK);
+        CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n_removed), TKV_OK);
+        CHECK_EQ(n_removed, 64);
+        CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 126);
+        s.n = 4;
+        check_plain(kv, 0, &s, &exact, 1e-9);
+        CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        for (t = 0; t < 20; t++) position[t] = 126 + t;
+        s.token[s.n++].position = 125; /* the next position is that of the last token that was cut, less 63 */
+        append_plain(kv, 0, &s, 1000, 20, 20);
+        remove_plain(&s, 125, 126);
+        check_plain(kv, 0, &s, &exact, 1e-9);
+        s.n = 4;
+        CHECK_EQ(append_at_positions(kv, 1, &s, 2000, 20, position), TKV_OK);
+        check_plain(kv, 1, &s, &exact, 1e-9);
+        append_plain(kv, 1, &s, 2020, 104, 40);
+        CHECK_EQ(tkv_seq_slide(kv, 1, 64, &n_removed), TKV_OK); /* what goes are tokens that are gone */
+        CHECK_EQ(n_removed, 64);
+        for (t = 4; t < s.n; t++) s.token[t].position -= 64;
+        check_plain(kv, 1, &s, &exact, 1e-9);
+        tkv_destroy(kv);
+    }
+}
+
+/* Sinks of other numbers, and a layer without RoPE. The span begins behind the most sinks of a layer, also where the
+ * first tokens are gone. */
+TEST(slides_of_layers_that_differ) {
+    static tkv_layer_config layers[3];
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+    int is_cut, n_removed, t;
+    layers[0].sink_tokens = 6;
+    layers[1].rope.dim = TKV_OFF;
+    layers[2].sink_tokens = TKV_OFF;
+    cfg.model.n_layers = 3;
+    cfg.layers = layers;
+    cfg.limits.max_tokens = 320;
+    for (is_cut = 0; is_cut < 2; is_cut++) {
+        tkv_cache *kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        append_plain(kv, 0, &s, 0, 300, 50);
+        if (is_cut) {
+            CHECK_EQ(tkv_seq_remove(kv, 0, 0, 6), TKV_OK);
+            remove_plain(&s, 0, 6);
+        }
+        CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n_removed), TKV_OK);
+        CHECK_EQ(n_removed, 64);
+        remove_plain(&s, 6, 70);
+        for (t = is_cut ? 0 : 6; t < s.n; t++) s.token[t].position -= 64;
+        check_plain(kv, 0, &s, &exact, 1e-9);
+        append_plain(kv, 0, &s, 300, 50, 50);
+        check_plain(kv, 0, &s, &exact, 1e-9);
+        tkv_destroy(kv);
+    }
+}
+
 /* Copies of sinks count as sinks only at indices of sinks. Other copies are blocks like others, for appends too. */
 TEST(copied_sinks_end_where_sinks_end) {
     static plain_sequence s, copied;
@@ -2256,11 +2332,16 @@ TEST(anchors_allow_keeping_tokens_in_a_row) {
     tkv_destroy(kv);
 }
 
-/* A layer that lags behind the others has tokens behind the sinks, or the slide is refused. */
+/* A layer that lags behind the others has tokens behind the sinks, or the slide is refused. Layers without tokens, or
+ * with those of another layer, do not count. */
 TEST(slides_leave_tokens_in_each_layer) {
-    tkv_config cfg = make_move_config(1);
+    static tkv_layer_config layers[3];
+    tkv_config cfg = make_move_config(2);
     tkv_cache *kv;
     int n_removed = -1;
+    layers[2].share_kv = 1;
+    cfg.model.n_layers = 3;
+    cfg.layers = layers;
     cfg.limits.max_tokens = 300;
     kv = create_cache(&cfg);
     CHECK_EQ(append_to_all_layers(kv, 0, 0, 60, 60), TKV_OK);
@@ -2274,6 +2355,12 @@ TEST(slides_leave_tokens_in_each_layer) {
     CHECK_EQ(tkv_seq_slide(kv, 0, 50, &n_removed), TKV_OK);
     CHECK_EQ(n_removed, 64);
     check_cache_at(kv, "slid", 0);
+    fill_rows(60, 0, 0, 260, k_in, v_in);
+    CHECK_EQ(tkv_append(kv, 1, 0, k_in, v_in, 260), TKV_OK);
+    CHECK_EQ(tkv_seq_slide(kv, 1, 50, NULL), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 1, 0), 196);
+    CHECK_EQ(tkv_get_length(kv, 1, 1), 0);
+    check_cache_at(kv, "slid alone", 1);
     tkv_destroy(kv);
 }
 
@@ -2349,6 +2436,8 @@ int main(int argc, char **argv) {
     RUN(sinks_beyond_a_window_stay_in_front);
     RUN(slides_of_torn_sequences);
     RUN(slides_behind_removed_tokens);
+    RUN(slides_that_leave_sinks_alone);
+    RUN(slides_of_layers_that_differ);
     RUN(copied_sinks_end_where_sinks_end);
     RUN(copies_of_sinks);
     RUN(tokens_that_share_positions_age);

@@ -436,6 +436,35 @@ TEST(named_sinks_move) {
     tkv_destroy(kv);
 }
 
+/* The first block behind one sink begins before the span of a slide, which is that of four sinks in another layer. Beyond
+ * the window it has named sinks alone: it goes if they are in the span. */
+TEST(slides_past_sinks_beyond_a_window) {
+    int sink, i;
+    for (sink = 2; sink < 40; sink += 30) {
+        tkv_config cfg = make_sinks_config(1);
+        uint8_t tier[300];
+        tkv_cache *kv;
+        int n = 0;
+        layers[1].sink_tokens = 1;
+        cfg.model.rope.dim = DIM;
+        cfg.limits.max_tokens = 400;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 50, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_set_sinks(kv, 0, sink, 1, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 310, 31), TKV_OK);
+        check_read(kv, 0, 1, 1, sink, 1, TKV_F16);
+        CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n), TKV_OK);
+        CHECK_EQ(n, BLOCK);
+        check_cache_at(kv, "slid past a sink", sink);
+        CHECK_EQ(tkv_get_tiers(kv, 0, 1, 0, 296, tier), TKV_OK);
+        for (i = 0; i < 60; i++) CHECK_EQ(tier[i] == TKV_TIER_HOT, i == 0 || (i == 2 && sink == 2));
+        if (sink == 2) check_read(kv, 0, 1, 1, 2, 1, TKV_F16);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 64, 16), TKV_OK);
+        check_cache_at(kv, "appended after a slide", sink);
+        tkv_destroy(kv);
+    }
+}
+
 /* The path of a draft that stays takes its sinks along, to other indices. */
 TEST(kept_paths_keep_named_sinks) {
     const int indices[] = {102, 104, 105};
@@ -511,6 +540,7 @@ int main(int argc, char **argv) {
     RUN(forks_share_named_sinks);
     RUN(cuts_forget_named_sinks);
     RUN(named_sinks_move);
+    RUN(slides_past_sinks_beyond_a_window);
     RUN(kept_paths_keep_named_sinks);
     RUN(blocks_of_named_sinks_merge);
     RUN(forgotten_sinks_are_compressed);

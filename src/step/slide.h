@@ -92,8 +92,10 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     }
     if (!kept && i + 1 < list->n) return 0;
     while (kept && !(kept >> slot & 1)) slot++;
-    if (kept) tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
-    else { /* the last entry tells the next position, also without tokens */ e->evicted_mask = ~(uint64_t)0;
+    if (kept) {
+        tkvi_cut_front(kv, ids[i], slot, tkvi_slot_index(kv, ids[i], slot));
+    } else { /* the last entry tells the next position, also without tokens */
+        e->evicted_mask = ~(uint64_t)0;
         tkvi_set_sink_mask(&kv->pool, ids[i], 0);
         e->n_packed = 0;
         e->end_slot = (uint8_t)(e->first_slot + 1);
