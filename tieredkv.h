@@ -37204,17 +37204,23 @@ typedef struct tkvi_ranking {
     int newest;
 } tkvi_ranking;
 
+static tkvi_ranking tkvi_ranking_of(tkv_cache *kv, int seq, int layer) {
+    tkvi_ranking r;
+    r.kv = kv;
+    r.list = tkvi_list_of(kv, seq, layer);
+    r.ids = tkvi_ids(kv, seq, layer);
+    r.newest = tkvi_token_score_newest(kv, r.list, r.ids);
+    return r;
+}
+
 /* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
 static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0) return TKV_ERR_ARG;
-    r->kv = kv;
-    r->list = tkvi_list_of(kv, seq, layer);
-    r->ids = tkvi_ids(kv, seq, layer);
     /* recency depends on age alone and needs no scores */
     if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
         return TKV_ERR_CONFIG;
-    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
+    *r = tkvi_ranking_of(kv, seq, layer);
     return TKV_OK;
 }
 
@@ -37412,7 +37418,8 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
         if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
-        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
+        if (tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
+        TKVI_ASSERT(asked); /* nothing else brings a block back, or takes its source away */
         tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }
@@ -37447,13 +37454,15 @@ static void tkvi_promote_by_itself(tkv_cache *kv, int seq, int layer, int from) 
     tkvi_promoting best;
     tkv_promotion p;
     int done = 0;
-    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every || !kv->pool.token_meta) return;
+    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every) return;
     if (tkvi_has_budget(kv) ? tkvi_is_pressed(kv, 9) : kv->pool.keep_all) return;
     if (tkvi_list_of(kv, seq, layer)->len / cfg->every == from / cfg->every || tkvi_has_reservation(kv))
         return;
+    TKVI_ASSERT(kv->pool.token_meta);
     memset(&p, 0, sizeof p);
     p.by.cfg = *cfg;
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !tkvi_promoting_begin(&best, &p.by, r.list->len)) return;
+    r = tkvi_ranking_of(kv, seq, layer);
+    (void)tkvi_promoting_begin(&best, &p.by, r.list->len); /* a cache has a valid config */
     if (!tkvi_has_budget(kv)) tkvi_return_blocks(&r, seq, layer, &best, best.room);
     tkvi_offer_blocks(&r, layer, &p, &best);
     (void)tkvi_promote_candidates(&r, seq, layer, &p, &best, &done);

@@ -291,6 +291,92 @@ TEST(promotion_never_fails_an_append) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* Blocks stay exact that a fork holds too, that have named sinks, that have just come back, or that were offloaded. */
+TEST(promoted_blocks_that_do_not_go_back) {
+    int way, step, i, n;
+    for (way = 0; way < 5; way++) {
+        test_store store;
+        tkv_config cfg = self_promoting_config(&store);
+        tkv_cache *kv;
+        cfg.limits.max_seqs = 2;
+        cfg.importance.decay = .9f;
+        cfg.promotion.threshold = .3f;
+        if (way == 3) cfg.promotion.cooldown = 40;
+        kv = make_filled_cache(&cfg, 12 * BLOCK);
+        if (way == 3)
+            for (step = 0; step < 40; step++) append_tokens(kv, 1);
+        add_block_score(kv, 2, 3.0f);
+        append_tokens(kv, 8);
+        CHECK(is_exact(kv, 2));
+        if (way == 1) CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        if (way == 2)
+            CHECK_EQ(tkv_promote(kv, 0, 1, block_start(2)), TKV_OK); /* sinks are exact in all layers */
+        if (way == 2) CHECK_EQ(tkv_seq_set_sinks(kv, 0, block_start(2) + 5, 1, 1), TKV_OK);
+        for (step = 0; step < 2; step++) append_tokens(kv, 8); /* the score fades */
+        if (way == 4) CHECK_EQ(tkv_offload(kv, 0, 0, 3, &n), TKV_OK);
+        for (step = 0; step < 2; step++) append_tokens(kv, 8);
+        CHECK_EQ(is_exact(kv, 2), way > 0);
+        if (way == 1) CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        if (way == 2) CHECK_EQ(tkv_seq_set_sinks(kv, 0, block_start(2) + 5, 1, 0), TKV_OK);
+        for (i = 0; i < 3; i++) append_tokens(kv, 8);
+        CHECK_EQ(is_exact(kv, 2), way == 4);
+        destroy_cache_and_store(kv, &store);
+    }
+}
+
+/* The tokens of the first coded block are all anchors: it is no candidate, whatever the threshold. */
+TEST(blocks_of_anchors_alone_stay) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
+    tkv_promotion p = default_promotion();
+    tkv_layer_info info;
+    tkv_cache *kv;
+    int i;
+    cfg.tiers.n_anchors = BLOCK;
+    cfg.tiers.warm_tokens = BLOCK;
+    kv = make_filled_cache(&cfg, 10 * BLOCK);
+    for (i = 0; i < 4; i++) append_tokens(kv, 1);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    p.by.cfg.threshold = TKV_ZERO;
+    p.by.cfg.per_step = 64;
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
+    CHECK_EQ(p.promoted, info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE] - 1);
+    CHECK(p.promoted > 4);
+    for (i = 0; i <= p.promoted; i++) CHECK(is_exact(kv, i));
+    destroy_cache_and_store(kv, &store);
+}
+
+/* Nothing is known of the moves of loaded blocks: they are candidates at once. */
+TEST(loaded_blocks_need_no_cooldown) {
+    static unsigned char memory[(1 << 20) + 64];
+    unsigned char *file = memory + (64 - (uintptr_t)memory % 64) % 64;
+    test_store store;
+    tkv_config cfg = make_config(&store, 0), plain = cfg;
+    tkv_promotion p = default_promotion();
+    tkv_save_params save;
+    tkv_load_params load;
+    tkv_cache *kv;
+    size_t bytes = 0;
+    memset(&plain.importance, 0, sizeof plain.importance);
+    memset(&plain.offload, 0, sizeof plain.offload);
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    kv = make_filled_cache(&plain, 12 * BLOCK);
+    CHECK_EQ(tkv_seq_save(kv, &save, file, 1 << 20, &bytes), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 8 * BLOCK, read_before, NULL), TKV_OK);
+    tkv_destroy(kv);
+    kv = create_cache(&cfg);
+    load.attach = 1;
+    CHECK_EQ(tkv_seq_load(kv, &load, file, bytes, NULL), TKV_OK);
+    add_block_score(kv, 1, .5f);
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
+    CHECK_EQ(p.promoted, 1);
+    CHECK_EQ(p.waiting, 0);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 8 * BLOCK, k_in, NULL), TKV_OK);
+    CHECK_MEM(k_in, read_before, sizeof(float) * 8 * BLOCK * ROW);
+    destroy_cache_and_store(kv, &store);
+}
+
 TEST(wrong_configs_of_promotion) {
     static const struct {
         int every, per_step, has_store, samples;
@@ -400,6 +486,60 @@ TEST(recomputed_blocks) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* A discarded block with an exact copy comes back without the model. */
+TEST(copies_of_discarded_blocks) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
+    tkv_cache *kv = make_filled_cache(&cfg, 16 * BLOCK);
+    tkv_promotion p = default_promotion();
+    tkv_remat r = make_remat(2);
+    model m;
+    int i;
+    memset(&m, 0, sizeof m);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 2 * BLOCK, NULL), TKV_OK);
+    add_block_score(kv, 0, .3f);
+    add_block_score(kv, 1, .4f);
+    for (i = 0; i < 4; i++) append_tokens(kv, 1);
+    p.compute = recompute_tokens;
+    p.user = &m;
+    p.remat = &r;
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
+    CHECK_EQ(p.promoted, 2);
+    CHECK_EQ(m.calls, 0);
+    CHECK(is_exact(kv, 0) && is_exact(kv, 1));
+    destroy_cache_and_store(kv, &store);
+}
+
+/* One recomputation serves all candidates. Those that it leaves wait, and offloaded ones do not need it. */
+TEST(one_recomputation_serves_all) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 0);
+    tkv_cache *kv = make_filled_cache(&cfg, 16 * BLOCK);
+    tkv_promotion p = default_promotion();
+    tkv_remat r = make_remat(2);
+    model m;
+    int i, n = 0;
+    memset(&m, 0, sizeof m);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 3 * BLOCK, NULL), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 2, &n), TKV_OK); /* blocks 3 and 4 */
+    CHECK_EQ(n, 2);
+    add_block_score(kv, 1, .9f);
+    add_block_score(kv, 2, .8f);
+    add_block_score(kv, 4, .5f);
+    add_block_score(kv, 3, .4f);
+    for (i = 0; i < 4; i++) append_tokens(kv, 1);
+    p.compute = recompute_tokens;
+    p.user = &m;
+    p.remat = &r;
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_OK);
+    CHECK_EQ(m.calls, 1);
+    CHECK_EQ(m.tokens, 2 * BLOCK); /* blocks 0 and 1 */
+    CHECK_EQ(p.promoted, 3);
+    CHECK_EQ(p.waiting, 1); /* block 2 */
+    CHECK_EQ(budget_of(kv).promoted, 2);
+    destroy_cache_and_store(kv, &store);
+}
+
 /* >>budget: memory never exceeds it, also when promoted blocks are compressed again */
 TEST(within_the_budget) {
     test_store store;
@@ -458,6 +598,11 @@ TEST(wrong_arguments) {
     p = default_promotion();
     CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(tkv_get_last_error(kv), "sample_every") != NULL, "%s", tkv_get_last_error(kv));
+    tkv_destroy(kv);
+    cfg.importance.sample_every = 1;
+    cfg.importance.strategy = TKV_IMPORTANCE_RECENCY; /* it collects no scores */
+    kv = create_cache(&cfg);
+    CHECK_EQ(tkv_promote_important(kv, 0, 0, &p), TKV_ERR_CONFIG);
     destroy_cache_and_store(kv, &store);
 }
 
@@ -469,8 +614,13 @@ int main(int argc, char **argv) {
     RUN(offloaded_blocks);
     RUN(appends_promote_by_themselves);
     RUN(promotion_never_fails_an_append);
+    RUN(promoted_blocks_that_do_not_go_back);
+    RUN(blocks_of_anchors_alone_stay);
+    RUN(loaded_blocks_need_no_cooldown);
     RUN(wrong_configs_of_promotion);
     RUN(recomputed_blocks);
+    RUN(copies_of_discarded_blocks);
+    RUN(one_recomputation_serves_all);
     RUN(within_the_budget);
     RUN(wrong_arguments);
     return tkv_test_end();

@@ -866,6 +866,38 @@ TEST(a_and_r_formats) { run_random_calls(5); }
 TEST(layers_with_shared_formats) { run_random_calls(6); }
 TEST(kvquant_and_shared_formats) { run_random_calls(7); }
 
+/* >>promotion */
+/* Making room for a block can take later candidates out of the list. */
+TEST(candidates_that_left_the_list_are_passed_over) {
+    tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 1, 256);
+    tkv_promotion p;
+    tkvi_promoting best;
+    tkvi_ranking r;
+    test_store store;
+    tkv_cache *c;
+    int done = 0, n = 0;
+    cfg.importance.sample_every = 64;
+    attach_test_store(&store, &cfg);
+    c = create_cache(&cfg);
+    rng = tkv_rng_seed(3);
+    tkv_rng_fill(&rng, k_in, 256 * K_ROW, 1.0);
+    for (n = 0; n < 4; n++) CHECK_EQ(tkv_append(c, 0, 0, k_in, k_in, 256), TKV_OK);
+    CHECK_EQ(tkv_offload(c, 0, 0, 2, &n), TKV_OK);
+    CHECK_EQ(n, 2);
+    memset(&p, 0, sizeof p);
+    memset(&best, 0, sizeof best);
+    r = tkvi_ranking_of(c, 0, 0);
+    best.found = 2;
+    best.out[0] = (int)c->pool.free_entry;
+    best.out[1] = (int)r.ids[2];
+    CHECK_EQ(tkvi_promote_candidates(&r, 0, 0, &p, &best, &done), TKV_OK);
+    CHECK_EQ(done, 1);
+    CHECK(!tkvi_is_offloaded(tkvi_block_of(c, r.ids[2])) && tkvi_is_offloaded(tkvi_block_of(c, r.ids[1])));
+    check_cache(c);
+    tkv_destroy(c);
+    destroy_test_store(&store);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(default_plan);
@@ -876,5 +908,6 @@ int main(int argc, char **argv) {
     RUN(a_and_r_formats);
     RUN(layers_with_shared_formats);
     RUN(kvquant_and_shared_formats);
+    RUN(candidates_that_left_the_list_are_passed_over);
     return tkv_test_end();
 }

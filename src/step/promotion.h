@@ -62,7 +62,8 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
         if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
-        if (!asked || tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
+        if (tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
+        TKVI_ASSERT(asked); /* nothing else brings a block back, or takes its source away */
         tkvi_record_move(kv, id, r->list->len);
         ++*done;
     }
@@ -97,13 +98,15 @@ static void tkvi_promote_by_itself(tkv_cache *kv, int seq, int layer, int from) 
     tkvi_promoting best;
     tkv_promotion p;
     int done = 0;
-    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every || !kv->pool.token_meta) return;
+    if (!TKVI_HAS_EVICT || !TKVI_HAS_OFFLOAD || !cfg->every) return;
     if (tkvi_has_budget(kv) ? tkvi_is_pressed(kv, 9) : kv->pool.keep_all) return;
     if (tkvi_list_of(kv, seq, layer)->len / cfg->every == from / cfg->every || tkvi_has_reservation(kv))
         return;
+    TKVI_ASSERT(kv->pool.token_meta);
     memset(&p, 0, sizeof p);
     p.by.cfg = *cfg;
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !tkvi_promoting_begin(&best, &p.by, r.list->len)) return;
+    r = tkvi_ranking_of(kv, seq, layer);
+    (void)tkvi_promoting_begin(&best, &p.by, r.list->len); /* a cache has a valid config */
     if (!tkvi_has_budget(kv)) tkvi_return_blocks(&r, seq, layer, &best, best.room);
     tkvi_offer_blocks(&r, layer, &p, &best);
     (void)tkvi_promote_candidates(&r, seq, layer, &p, &best, &done);

@@ -17,17 +17,23 @@ typedef struct tkvi_ranking {
     int newest;
 } tkvi_ranking;
 
+static tkvi_ranking tkvi_ranking_of(tkv_cache *kv, int seq, int layer) {
+    tkvi_ranking r;
+    r.kv = kv;
+    r.list = tkvi_list_of(kv, seq, layer);
+    r.ids = tkvi_ids(kv, seq, layer);
+    r.newest = tkvi_token_score_newest(kv, r.list, r.ids);
+    return r;
+}
+
 /* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
 static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
     layer = tkvi_stored_layer(kv, seq, layer);
     if (layer < 0) return TKV_ERR_ARG;
-    r->kv = kv;
-    r->list = tkvi_list_of(kv, seq, layer);
-    r->ids = tkvi_ids(kv, seq, layer);
     /* recency depends on age alone and needs no scores */
     if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
         return TKV_ERR_CONFIG;
-    r->newest = tkvi_token_score_newest(kv, r->list, r->ids);
+    *r = tkvi_ranking_of(kv, seq, layer);
     return TKV_OK;
 }
 
