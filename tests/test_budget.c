@@ -1139,6 +1139,45 @@ TEST(feedback_changes_the_level) {
     tkv_destroy(kv);
 }
 
+/* hot_tokens of a plan are those of its first level that codes tokens. Without one, or at their largest, they stay. */
+TEST(advice_on_the_ends_of_hot_tokens) {
+    static const tkv_level exact_first[] = {{TKV_UNLIMITED, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
+                                            {200, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0}};
+    tkv_layer_config layers[LAYERS];
+    tkv_feedback_config limits;
+    int way, n;
+    memset(&limits, 0, sizeof limits);
+    memset(layers, 0, sizeof layers);
+    limits.max_hot = (1 << 30) - 1;
+    layers[1].share_kv = 1;
+    for (way = 0; way < 4; way++) {
+        tkv_config cfg = small_config(0);
+        tkv_advice advice;
+        tkv_feedback f;
+        tkv_cache *kv;
+        cfg.layers = layers;
+        cfg.tiers.hot_tokens = way == 0 ? TKV_UNLIMITED : (1 << 30) - 2;
+        if (way > 1) {
+            cfg.budget.ladder = exact_first;
+            cfg.budget.n_levels = COUNT(exact_first);
+            cfg.budget.pressure.min_level = 0;
+        }
+        kv = create_cache(&cfg);
+        CHECK_EQ(tkv_init_feedback(&f, &limits, NULL, 0), TKV_OK);
+        for (n = 0; n < 16; n++) CHECK_EQ(tkv_observe_score(&f, way == 3 ? 1.0f : .5f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+        CHECK_STR(tkv_get_last_error(kv), "");
+        if (way == 0) CHECK_EQ(advice.hot_tokens, 0);
+        if (way == 1) CHECK_EQ(advice.hot_tokens, (1 << 30) - 2);
+        if (way == 2) CHECK_EQ(advice.hot_tokens, 240);
+        if (way == 3) CHECK_EQ(advice.hot_tokens, 180);
+        CHECK_EQ(advice.level, way == 3);
+        CHECK_EQ(budget_of(kv).level, way == 3);
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
+}
+
 /* >>cfg.budget.adapt: a ladder around the plan */
 TEST(the_default_ladder_stands_around_the_plan) {
     static const struct {
@@ -1427,6 +1466,7 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);
+    RUN(advice_on_the_ends_of_hot_tokens);
     RUN(the_default_ladder_stands_around_the_plan);
     RUN(the_default_ladder_changes_no_byte);
     RUN(in_place_the_level_stays);

@@ -1,6 +1,6 @@
 /*
  * white_reclaim.c - white-box test of src/reclaim: block sizes by age under a budget, pins of evicted tokens, stale
- * records of the store, memory for attention scores.
+ * records of the store, memory for attention scores, the level that follows the meter.
  *
  * It reads and changes the fields of a cache (white.h).
  */
@@ -141,6 +141,56 @@ TEST(scores_allocate_what_they_need) {
     }
 }
 
+/* >>the level by the meter (cfg.meter.target). The test writes what the meter would have measured. */
+static void measure(tkv_cache *kv, unsigned samples, unsigned n_keys, double error) {
+    tkvi_error_sums *sum = &kv->meter->head_probe[1].sum;
+    sum->samples += samples;
+    sum->keys += n_keys;
+    sum->kept += n_keys;
+    sum->error += (uint64_t)(error * samples * TKVI_METER_ONE);
+    tkvi_follow_meter(kv);
+}
+
+TEST(scores_of_the_meter_move_the_level) {
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    int n, most, scores;
+    for (most = 0; most < 2; most++) {
+        tkv_cache *kv;
+        cfg.budget.adapt = 1;
+        cfg.budget.pressure.max_level =
+            most ? 0 : TKV_OFF; /* the default is the last level; TKV_OFF: level 0 */
+        cfg.meter.heads = 2;
+        cfg.meter.target = .9f;
+        kv = create_cache(&cfg);
+        REQUIRE(kv->meter != NULL && kv->meter->n == 2);
+        tkvi_follow_meter(kv); /* nothing was measured */
+        measure(kv, 3, 300, 0.0);
+        CHECK_EQ(kv->meter->scored.samples, 0); /* two samples of each probe make a score */
+        CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
+        measure(kv, 1, 100, 0.0);
+        CHECK_EQ(kv->meter->scored.samples, 0); /* memory is reserved for this plan */
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        measure(kv, 0, 0, 0.0);
+        CHECK_EQ(kv->meter->scored.samples, 4);
+        CHECK_EQ(kv->meter->feedback->scores, 1);
+        measure(kv, 4, 0, 0.0); /* no coded key was seen: that says nothing of the plan */
+        CHECK_EQ(kv->meter->scored.samples, 8);
+        CHECK_EQ(kv->meter->feedback->scores, 1);
+        CHECK_EQ(kv->meter->feedback->cfg.max_level, most ? kv->tables.n_levels - 1 : 0);
+        for (n = 0; n < 40; n++) measure(kv, 4, 400, 0.0);
+        CHECK(most ? kv->tables.level > 1 : kv->tables.level == 0);
+        for (n = 0; n < 200; n++) measure(kv, 4, 400, .5);
+        CHECK_EQ(kv->tables.level, 0);
+        CHECK_EQ(tkv_reset_quality(kv), TKV_OK);
+        scores = (int)kv->meter->feedback->scores;
+        measure(kv, 4, 400, .5); /* counts from 0 on */
+        CHECK_EQ(kv->meter->feedback->scores, scores + 1);
+        CHECK_EQ(kv->meter->scored.samples, 4);
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(11);
@@ -148,5 +198,6 @@ int main(int argc, char **argv) {
     RUN(pins_of_evicted_tokens_keep_nothing);
     RUN(stale_records_are_refused);
     RUN(scores_allocate_what_they_need);
+    RUN(scores_of_the_meter_move_the_level);
     return tkv_test_end();
 }

@@ -49,13 +49,14 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
     if (hot && a.hot_tokens != hot && !(kv->pool.keep_all && !tkvi_has_budget(kv)))
-        st = tkv_set_hot_tokens(kv, a.hot_tokens);
-    if (!st) tkvi_change_level(kv, tkvi_level_after_step(kv, a.step));
+        (void)tkv_set_hot_tokens(kv,
+                                 tkvi_min(a.hot_tokens, TKVI_FOREVER - 1)); /* advice may go one further */
+    tkvi_change_level(kv, tkvi_level_after_step(kv, a.step));
     a.step = kv->tables.level - (a.level - a.step); /* the step that was taken */
     a.level = kv->tables.level;
     a.hot_tokens = tkvi_hot_tokens(kv);
-    if (!st && out) *out = a;
-    return st ? st : tkvi_ok(kv);
+    if (out) *out = a;
+    return tkvi_ok(kv);
 }
 
 /* Starts the controller of cfg.meter.target. It advises on the level alone: `hot` is the least and the most. */
@@ -95,7 +96,8 @@ static void tkvi_follow_meter(tkv_cache *kv) {
     params.meter = &info;
     hot = tkvi_hot_tokens(kv);
     if (m->feedback->cfg.target <= 0.0f) tkvi_start_following(kv, m->feedback, hot);
-    if (tkv_compute_score(&params, &score) || tkv_observe_score(m->feedback, score)) return;
+    if (tkv_compute_score(&params, &score)) return;
+    (void)tkv_observe_score(m->feedback, score);
     if (tkv_get_advice(m->feedback, tkvi_max(1, hot), kv->tables.level, &advice)) return;
     tkvi_change_level(kv, tkvi_level_after_step(kv, advice.step));
 }
