@@ -1139,7 +1139,8 @@ TEST(feedback_changes_the_level) {
     tkv_destroy(kv);
 }
 
-/* hot_tokens of a plan are those of its first level that codes tokens. Without one, or at their largest, they stay. */
+/* hot_tokens of a plan are those of its first level that codes tokens. Without one, or at their largest, they stay. The
+ * level stays within cfg.budget.pressure, whatever the limits of the controller. */
 TEST(advice_on_the_ends_of_hot_tokens) {
     static const tkv_level exact_first[] = {{TKV_UNLIMITED, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0},
                                             {200, 0, {TKV_A40, TKV_R40}, {TKV_A40, TKV_R40}, 0}};
@@ -1150,7 +1151,7 @@ TEST(advice_on_the_ends_of_hot_tokens) {
     memset(layers, 0, sizeof layers);
     limits.max_hot = (1 << 30) - 1;
     layers[1].share_kv = 1;
-    for (way = 0; way < 4; way++) {
+    for (way = 0; way < 5; way++) {
         tkv_config cfg = small_config(0);
         tkv_advice advice;
         tkv_feedback f;
@@ -1160,7 +1161,7 @@ TEST(advice_on_the_ends_of_hot_tokens) {
         if (way > 1) {
             cfg.budget.ladder = exact_first;
             cfg.budget.n_levels = COUNT(exact_first);
-            cfg.budget.pressure.min_level = 0;
+            cfg.budget.pressure.min_level = way == 4;
         }
         kv = create_cache(&cfg);
         CHECK_EQ(tkv_init_feedback(&f, &limits, NULL, 0), TKV_OK);
@@ -1171,8 +1172,14 @@ TEST(advice_on_the_ends_of_hot_tokens) {
         if (way == 1) CHECK_EQ(advice.hot_tokens, (1 << 30) - 2);
         if (way == 2) CHECK_EQ(advice.hot_tokens, 240);
         if (way == 3) CHECK_EQ(advice.hot_tokens, 180);
-        CHECK_EQ(advice.level, way == 3);
-        CHECK_EQ(budget_of(kv).level, way == 3);
+        if (way == 4) CHECK_EQ(advice.hot_tokens, 240);
+        CHECK_EQ(advice.level, way >= 3);
+        CHECK_EQ(advice.step, way == 3);
+        CHECK_EQ(budget_of(kv).level, way >= 3);
+        for (n = 0; n < 30; n++) CHECK_EQ(tkv_observe_score(&f, way == 3 ? 1.0f : .5f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+        CHECK_EQ(advice.step, 0);
+        CHECK_EQ(advice.level, way >= 3);
         check_cache(kv);
         tkv_destroy(kv);
     }
