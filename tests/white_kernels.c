@@ -522,6 +522,52 @@ TEST(dispatch) {
     CHECK(tkv_get_name(TKV_NAME_ISA, TKV_ISA_COUNT) == NULL);
 }
 
+#ifdef TKVI_X86
+/* Each bit that an instruction set needs is looked at: without it the next lower set is chosen. */
+TEST(dispatch_of_other_processors) {
+    static const int one_bits[] = {12, 28, 29}, avx512_bits[] = {16, 17, 30, 31}, avx512_state[] = {5, 6, 7};
+    const tkvi_cpu none = {0, 0, 0, 0}, newest = {~0u, ~0u, ~0u, ~0u};
+    tkvi_cpu cpu = newest;
+    unsigned i;
+    CHECK_EQ(tkvi_isa_of_cpu(&none), TKV_ISA_SCALAR);
+    CHECK_EQ(tkvi_isa_of_cpu(&newest), TKV_ISA_AVX512);
+    for (i = 0; i < sizeof one_bits / sizeof *one_bits; i++) {
+        cpu.one = ~(1u << one_bits[i]);
+        CHECK_EQ(tkvi_isa_of_cpu(&cpu), TKV_ISA_SCALAR);
+    }
+    cpu = newest;
+    cpu.seven_b = ~(1u << 5);
+    CHECK_EQ(tkvi_isa_of_cpu(&cpu), TKV_ISA_SCALAR);
+    cpu = newest;
+    for (i = 1; i < 3; i++) {
+        cpu.xcr0 = ~(1u << i);
+        CHECK_EQ(tkvi_isa_of_cpu(&cpu), TKV_ISA_SCALAR);
+    }
+    for (i = 0; i < sizeof avx512_state / sizeof *avx512_state; i++) {
+        cpu.xcr0 = ~(1u << avx512_state[i]);
+        CHECK_EQ(tkvi_isa_of_cpu(&cpu), TKV_ISA_AVX2);
+    }
+    cpu = newest;
+    for (i = 0; i < sizeof avx512_bits / sizeof *avx512_bits; i++) {
+        cpu.seven_b = ~(1u << avx512_bits[i]);
+        CHECK_EQ(tkvi_isa_of_cpu(&cpu), TKV_ISA_AVX2);
+    }
+    cpu = newest;
+    cpu.seven_c = ~(1u << 11);
+    CHECK_EQ(tkvi_isa_of_cpu(&cpu), TKV_ISA_AVX2);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_SCALAR, TKV_ISA_AVX2) == NULL);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_AVX2, TKV_ISA_AVX512) == NULL);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_SCALAR, TKV_ISA_AUTO)->isa == TKV_ISA_SCALAR);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_AVX2, TKV_ISA_AUTO)->isa == TKV_ISA_AVX2);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_AVX512, TKV_ISA_SCALAR)->isa == TKV_ISA_SCALAR);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_AVX512, TKV_ISA_AVX2)->isa == TKV_ISA_AVX2);
+#ifdef TKVI_AVX512
+    CHECK(tkvi_kernels_up_to(TKV_ISA_AVX512, TKV_ISA_AUTO)->isa == TKV_ISA_AVX512);
+    CHECK(tkvi_kernels_up_to(TKV_ISA_AVX512, TKV_ISA_AVX512)->isa == TKV_ISA_AVX512);
+#endif
+}
+#endif
+
 TEST(f16_to_f32) {
     tkv_isa list[TKV_ISA_COUNT];
     int count = tkv_test_isas(list), i, h, n;
@@ -1388,6 +1434,9 @@ TEST(accuracy) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(dispatch);
+#ifdef TKVI_X86
+    RUN(dispatch_of_other_processors);
+#endif
     RUN(f16_to_f32);
     RUN(f32_to_f16);
     RUN(logarithmic_scales);

@@ -49,41 +49,62 @@ static uint32_t tkvi_xcr0(void) {
 
 static int tkvi_bits_set(uint32_t x, uint32_t bits) { return (x & bits) == bits; }
 
-static tkv_isa tkvi_best_isa(void) {
-    uint32_t r[4], one, xcr0, seven_b, seven_c;
+/* What decides the instruction set: ecx of leaf 1, ebx and ecx of leaf 7, and the registers that the system saves. */
+typedef struct tkvi_cpu {
+    uint32_t one, seven_b, seven_c, xcr0;
+} tkvi_cpu;
+
+static tkvi_cpu tkvi_read_cpu(void) {
+    tkvi_cpu cpu = {0, 0, 0, 0};
+    uint32_t r[4];
     tkvi_cpuid(0, r);
-    if (r[0] < 7) return TKV_ISA_SCALAR;
+    if (r[0] < 7) return cpu;
     tkvi_cpuid(1, r);
-    one = r[2];
-    if (!tkvi_bits_set(one, 1u << 27)) return TKV_ISA_SCALAR; /* without OSXSAVE xgetbv is illegal */
-    xcr0 = tkvi_xcr0();
+    cpu.one = r[2];
+    if (tkvi_bits_set(cpu.one, 1u << 27)) cpu.xcr0 = tkvi_xcr0(); /* without OSXSAVE xgetbv is illegal */
     tkvi_cpuid(7, r);
-    seven_b = r[1];
-    seven_c = r[2];
+    cpu.seven_b = r[1];
+    cpu.seven_c = r[2];
+    return cpu;
+}
+
+static tkv_isa tkvi_isa_of_cpu(const tkvi_cpu *cpu) {
     /* the system saves xmm and ymm; FMA, AVX, F16C; AVX2 */
-    if (!tkvi_bits_set(xcr0, 0x6u) || !tkvi_bits_set(one, 1u << 12 | 1u << 28 | 1u << 29))
+    if (!tkvi_bits_set(cpu->xcr0, 0x6u) || !tkvi_bits_set(cpu->one, 1u << 12 | 1u << 28 | 1u << 29) ||
+        !tkvi_bits_set(cpu->seven_b, 1u << 5))
         return TKV_ISA_SCALAR;
-    if (!tkvi_bits_set(seven_b, 1u << 5)) return TKV_ISA_SCALAR;
     /* the system saves masks and zmm; F, DQ, BW, VL; VNNI */
-    if (!tkvi_bits_set(xcr0, 0xe6u) || !tkvi_bits_set(seven_b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31))
-        return TKV_ISA_AVX2;
-    return tkvi_bits_set(seven_c, 1u << 11) ? TKV_ISA_AVX512 : TKV_ISA_AVX2;
+    return tkvi_bits_set(cpu->xcr0, 0xe6u) &&
+                   tkvi_bits_set(cpu->seven_b, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31) &&
+                   tkvi_bits_set(cpu->seven_c, 1u << 11)
+               ? TKV_ISA_AVX512
+               : TKV_ISA_AVX2;
 }
 #endif /* TKVI_X86 */
 
-/* The kernels of an instruction set, or NULL if it is not available. TKV_ISA_AUTO: the best available one. */
-static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
-#ifdef TKVI_X86
-    tkv_isa best = tkvi_best_isa();
+/* The kernels of an instruction set, or NULL if it is not available. TKV_ISA_AUTO: the best available one. best: of
+ * the processor, on x86. */
+static const tkvi_kernels *tkvi_kernels_up_to(tkv_isa best, tkv_isa isa) {
 #ifdef TKVI_AVX512
     if (best == TKV_ISA_AVX512 && (isa == TKV_ISA_AUTO || isa == TKV_ISA_AVX512)) return &tkvi_kernels_avx512;
 #endif
+#ifdef TKVI_X86
     if (best >= TKV_ISA_AVX2 && (isa == TKV_ISA_AUTO || isa == TKV_ISA_AVX2)) return &tkvi_kernels_avx2;
 #endif
 #ifdef TKVI_128
     if (isa == TKV_ISA_AUTO || isa == TKVI_ISA_128) return &tkvi_kernels_128;
 #endif
+    (void)best;
     return isa == TKV_ISA_AUTO || isa == TKV_ISA_SCALAR ? &tkvi_kernels_scalar : NULL;
+}
+
+static const tkvi_kernels *tkvi_kernels_for(tkv_isa isa) {
+#ifdef TKVI_X86
+    const tkvi_cpu cpu = tkvi_read_cpu();
+    return tkvi_kernels_up_to(tkvi_isa_of_cpu(&cpu), isa);
+#else
+    return tkvi_kernels_up_to(TKV_ISA_SCALAR, isa);
+#endif
 }
 
 static const char *tkvi_isa_name(tkv_isa isa) {
