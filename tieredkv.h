@@ -46854,7 +46854,7 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
         (void)tkvi_read_entry(list, first.i, &other);
         if (!tkvi_is_same_holder(&other, &first)) return "an entry names no block, layer";
     }
-    if (e.start < 0 || e.start > TKVI_FOREVER || (i >= list->anchors && end <= e.start))
+    if (e.start < 0 || (i >= list->anchors && end <= e.start)) /* -1: it was out of range */
         return "entries are out of order, layer";
     if (tokens < 1 || tokens > TKVI_BLOCK || e.first_slot >= tokens)
         return "an entry has slots that no token can have, layer";

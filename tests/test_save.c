@@ -1272,6 +1272,188 @@ static unsigned char *section_of(size_t n, uint32_t kind, uint32_t layer) {
     return file + get64(e + 8);
 }
 
+/* >>single numbers of a file, with right checksums */
+enum { HEAD_OF_FILE, MODEL_OF_FILE, TABLES_OF, LIST_OF, ENTRIES_OF, BLOCKS_OF, META_OF, STATES_OF };
+
+/* A number at an offset of a section, of a run of entries or blocks, or of the data of an entry's tokens. */
+typedef struct wrong_number {
+    int where, n, offset, bytes; /* n: of the run or entry */
+    uint64_t value;
+    tkv_status st;
+    const char *words; /* of the error */
+} wrong_number;
+
+/* Where a number is in `file`, with one layer. meta_bytes: of an entry. */
+static unsigned char *find_number(size_t n, size_t meta_bytes, const wrong_number *x) {
+    static const uint32_t kinds[] = {0, 1, 3, 5, 5, 5, 5, 6};
+    unsigned char *at = section_of(n, kinds[x->where], 0);
+    const size_t entries = 48, blocks = entries + 48 * (size_t)get32(at + 40);
+    if (x->where == ENTRIES_OF) at += entries + 48 * (size_t)x->n;
+    if (x->where == BLOCKS_OF) at += blocks + 24 * (size_t)x->n;
+    if (x->where == META_OF) at += blocks + 24 * (size_t)get32(at + 44) + meta_bytes * (size_t)x->n;
+    return at + x->offset;
+}
+
+static void put_number(unsigned char *at, int bytes, uint64_t value) {
+    int i;
+    for (i = 0; i < bytes; i++) at[i] = (unsigned char)(value >> 8 * i & 255u);
+}
+
+/* Changes n numbers of `file` for a while, and loads it. The last one says what is wrong. */
+static void check_wrong_numbers(tkv_cache *kv, size_t n, size_t meta_bytes, const wrong_number *x,
+                                int n_wrong) {
+    const tkv_load_params load = load_params(1);
+    const wrong_number *last = &x[n_wrong - 1];
+    int i;
+    memcpy(other_file, file, n);
+    for (i = 0; i < n_wrong; i++) put_number(find_number(n, meta_bytes, &x[i]), x[i].bytes, x[i].value);
+    repair_checksums(file, n, NULL);
+    const tkv_status st = tkv_seq_load(kv, &load, file, n, NULL);
+    CHECK_MSG(st == last->st && strstr(tkv_get_last_error(kv), last->words),
+              "%d, run %d, offset %d, value %.0f: %d, %s", last->where, last->n, last->offset,
+              (double)last->value, st, tkv_get_last_error(kv));
+    CHECK_EQ(tkv_get_length(kv, 1, 0), 0);
+    if (st == TKV_OK) CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    memcpy(file, other_file, n);
+}
+
+/* Anchors in two blocks, the sinks, blocks with gaps, runs of the archive, the warm and the hot tier, tables of two
+ * versions, and a state. */
+static tkv_cache *make_rich_sequence(tkv_config *cfg) {
+    uint64_t victims[3] = {~(uint64_t)0 << 20, 0x5555555555555555u, 0x5555555555555555u};
+    tkv_cache *kv;
+    *cfg = make_config(1, 2);
+    cfg->tiers.n_anchors = 40;
+    cfg->tiers.warm = pair_of(TKV_A40, TKV_R40);
+    cfg->tiers.archive = pair_of(TKV_A30, TKV_R20);
+    cfg->tiers.warm_tokens = 128;
+    cfg->limits.max_tokens = 1000;
+    cfg->evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 600, 40), TKV_OK);
+    CHECK_EQ(evict_tokens(kv, 0, 0, victims, 192), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 100, "a state", 7), TKV_OK);
+    check_cache_at(kv, "to save", 0);
+    return kv;
+}
+
+TEST(each_number_is_checked) {
+    static const uint32_t most = 0x3fffffff, minus_1 = 0xffffffffu;
+    enum { META = 168 };
+    const wrong_number cases[] = {
+        {HEAD_OF_FILE, 0, 24, 4, 2, TKV_ERR_CONFIG, "another number of layers"},
+        {HEAD_OF_FILE, 0, 32, 4, 64, TKV_ERR_DATA, "unknown flags"},
+        {HEAD_OF_FILE, 0, 32, 4, 0, TKV_ERR_DATA, "the list has another size than its entries"},
+        {HEAD_OF_FILE, 0, 32, 4, 3, TKV_ERR_DATA, "the list has another size than its entries"},
+        {HEAD_OF_FILE, 0, 32, 4, 5, TKV_ERR_CONFIG, "load it with TKV_ALL_SEQS"},
+        {HEAD_OF_FILE, 0, 36, 4, minus_1, TKV_ERR_DATA, "saved tokens have a wrong size"},
+        {HEAD_OF_FILE, 0, 36, 4, 5, TKV_ERR_DATA, "saved tokens have a wrong size"},
+        {MODEL_OF_FILE, 0, 0, 4, 257, TKV_ERR_DATA, "no options"},
+        {MODEL_OF_FILE, 0, 0, 4, 60, TKV_ERR_DATA, "no options"},
+        {TABLES_OF, 0, 0, 4, 1 << 20, TKV_ERR_DATA, "there are no tables"},
+        {TABLES_OF, 0, 4, 4, 5, TKV_ERR_DATA, "there are no tables"},
+        {TABLES_OF, 0, 4, 4, 1, TKV_ERR_DATA, "tables have a wrong size"},
+        {TABLES_OF, 0, 8, 4, 4, TKV_ERR_DATA, "a table has a wrong version"},
+        {TABLES_OF, 0, 8, 4, 1, TKV_ERR_DATA, "a table has a wrong version"}, /* the second one too */
+        {TABLES_OF, 0, 8, 4, 2, TKV_ERR_DATA, "blocks name a table that was not saved"},
+        {TABLES_OF, 0, 12, 4, 2, TKV_ERR_DATA, "a table has a wrong version"},
+        {LIST_OF, 0, 0, 4, minus_1, TKV_ERR_DATA, "a number is too large"},
+        {LIST_OF, 0, 0, 4, 1 << 30, TKV_ERR_DATA, "a number is too large"},
+        {LIST_OF, 0, 0, 4, 12, TKV_ERR_DATA, "the list has another size than its entries"},
+        {LIST_OF, 0, 4, 4, 12, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 8, 4, most, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 12, 4, most, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 16, 4, 4, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 16, 4, 1, TKV_ERR_CONFIG, "another number of anchors"},
+        {LIST_OF, 0, 20, 4, 1001, TKV_ERR_CAPACITY, "more tokens than max_tokens"},
+        {LIST_OF, 0, 24, 4, 601, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 24, 4, 600, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 28, 4, 601, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 32, 4, 2, TKV_ERR_DATA, "counts of the list"},
+        {LIST_OF, 0, 36, 4, 12, TKV_ERR_DATA, "blocks are miscounted"},
+        {LIST_OF, 0, 36, 4, 14, TKV_ERR_DATA, "blocks are miscounted"},
+        {LIST_OF, 0, 40, 4, 1 << 20, TKV_ERR_DATA, "another size than its entries"},
+        {LIST_OF, 0, 44, 4, 1 << 20, TKV_ERR_DATA, "another size than its blocks"},
+        {ENTRIES_OF, 3, 0, 4, 77, TKV_ERR_DATA, "entries are miscounted"},
+        {ENTRIES_OF, 3, 12, 4, 0, TKV_ERR_DATA, "entries are miscounted"},
+        {ENTRIES_OF, 3, 12, 4, most, TKV_ERR_DATA, "entries are miscounted"},
+        {ENTRIES_OF, 3, 24, 1, 65, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 4, 25, 1, 65, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 4, 26, 1, 65, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 4, 28, 1, 2, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 4, 29, 1, 5, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 4, 30, 1, 1, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 6, 29, 1, 0, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {ENTRIES_OF, 4, 27, 1, 1, TKV_ERR_DATA, "an entry is not in its tier"},
+        {ENTRIES_OF, 2, 28, 1, 1, TKV_ERR_DATA, "an entry is not in its tier"},
+        {ENTRIES_OF, 1, 28, 1, 0, TKV_ERR_DATA, "an entry is not in its tier"},
+        {ENTRIES_OF, 4, 4, 4, minus_1, TKV_ERR_DATA, "an entry names no block"},
+        {ENTRIES_OF, 4, 4, 4, 5, TKV_ERR_DATA, "an entry names no block"},
+        {ENTRIES_OF, 1, 4, 4, 0, TKV_ERR_DATA, "an entry names no block"}, /* anchors are never shared */
+        {ENTRIES_OF, 4, 4, 4, 3, TKV_ERR_DATA, "blocks are miscounted"},
+        {ENTRIES_OF, 6, 4, 4, 3, TKV_ERR_DATA, "entries that repeat are not alike"},
+        {ENTRIES_OF, 4, 8, 4, minus_1, TKV_ERR_DATA, "entries are out of order"},
+        {ENTRIES_OF, 4, 8, 4, 4, TKV_ERR_DATA, "entries are out of order"},
+        {ENTRIES_OF, 0, 8, 4, 0x7fffffff, TKV_ERR_DATA, "entries are out of order"},
+        {ENTRIES_OF, 6, 8, 4, 200, TKV_ERR_DATA, "an entry has slots that no token can have"},
+        {ENTRIES_OF, 0, 24, 1, 0, TKV_ERR_DATA, "an entry has slots that no token can have"},
+        {ENTRIES_OF, 4, 16, 4, 1, TKV_ERR_DATA, "a token has moved too far"},
+        {ENTRIES_OF, 4, 20, 4, 1, TKV_ERR_DATA, "a token has moved too far"},
+        {BLOCKS_OF, 3, 0, 1, 99, TKV_ERR_CONFIG, "no level of this cache has the formats"},
+        {BLOCKS_OF, 3, 1, 1, 99, TKV_ERR_CONFIG, "no level of this cache has the formats"},
+        {BLOCKS_OF, 3, 2, 1, 63, TKV_ERR_CONFIG, "no level of this cache has the formats"},
+        {BLOCKS_OF, 1, 2, 1, 5, TKV_ERR_CONFIG, "no level of this cache has the formats"},
+        {BLOCKS_OF, 3, 3, 1, 3, TKV_ERR_DATA, "a block has a number that it cannot have"},
+        {BLOCKS_OF, 3, 4, 1, 4, TKV_ERR_DATA, "a block has a number that it cannot have"},
+        {BLOCKS_OF, 3, 4, 1, 255, TKV_ERR_CONFIG, "no level of this cache has the formats"},
+        {BLOCKS_OF, 3, 4, 1, 3, TKV_ERR_DATA, "blocks name a table that was not saved"},
+        {BLOCKS_OF, 3, 5, 1, 1, TKV_ERR_DATA, "a block has a number that it cannot have"},
+        {BLOCKS_OF, 3, 6, 1, 1, TKV_ERR_DATA, "a block has a number that it cannot have"},
+        {BLOCKS_OF, 3, 8, 4, 1 << 30, TKV_ERR_DATA, "a block has a position that it cannot have"},
+        {BLOCKS_OF, 3, 12, 4, 0, TKV_ERR_DATA, "blocks are miscounted"},
+        {BLOCKS_OF, 3, 12, 4, most, TKV_ERR_DATA, "blocks are miscounted"},
+        {BLOCKS_OF, 3, 16, 8, 2113, TKV_ERR_DATA, "a block lies beyond the end of the file"},
+        {BLOCKS_OF, 3, 16, 8, (uint64_t)1 << 40, TKV_ERR_DATA, "a block lies beyond the end of the file"},
+        {BLOCKS_OF, 3, 16, 8, 64, TKV_ERR_DATA, "the checksum of a block is wrong"},
+        {META_OF, 4, 24, 4, minus_1, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {META_OF, 4, 28, 4, minus_1, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {META_OF, 4, 32, 4, minus_1, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {META_OF, 4, 36, 4, 1, TKV_ERR_DATA, "an entry has a number that it cannot have"},
+        {META_OF, 1, 40, 4, minus_1, TKV_ERR_DATA, "an anchor has an index that no token has"},
+        {META_OF, 1, 44, 4, 600, TKV_ERR_DATA, "an anchor has an index that no token has"},
+        {ENTRIES_OF, 1, 24, 1, 64, TKV_ERR_DATA, "an anchor has an index that no token has"},
+        {STATES_OF, 0, 0, 4, 1, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 0, 4, minus_1, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 4, 4, 0, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 4, 4, 1001, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 8, 8, 0, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 8, 8, 9, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 8, 8, ~(uint64_t)0, TKV_ERR_DATA, "a saved state is not valid"},
+        {STATES_OF, 0, 8, 8, (uint64_t)1 << 63, TKV_ERR_DATA, "a saved state is not valid"}};
+    const wrong_number chain[] = {{ENTRIES_OF, 3, 4, 4, 2, TKV_OK, ""},
+                                  {ENTRIES_OF, 4, 4, 4, 3, TKV_ERR_DATA, "an entry names no block"}};
+    wrong_number moved[] = {{LIST_OF, 0, 32, 4, 1, TKV_OK, ""},
+                            {ENTRIES_OF, 4, 16, 4, 0, TKV_ERR_DATA, "a token has moved too far"}};
+    tkv_config cfg;
+    tkv_cache *kv = make_rich_sequence(&cfg);
+    const size_t n = save_sequence(kv, 0, file);
+    const unsigned char *list = section_of(n, SAVED_LISTS, 0);
+    const tkv_load_params load = load_params(1);
+    CHECK_EQ(get32(list), 13);
+    CHECK_EQ(get32(list + 16), 2);
+    CHECK_EQ(get32(section_of(n, 3, 0) + 4), 2);
+    for (int i = 0; i < COUNT(cases); i++) check_wrong_numbers(kv, n, META, &cases[i], 1);
+    check_wrong_numbers(kv, n, META, chain, 2);
+    for (int i = 0; i < 4; i++) {
+        moved[1].offset = i < 2 ? 16 : 20;
+        moved[1].value = i % 2 ? 0x40000000u : 0xbfffffffu;
+        check_wrong_numbers(kv, n, META, moved, 2);
+    }
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+    check_cache_at(kv, "loaded", 0);
+    tkv_destroy(kv);
+}
+
 TEST(moved_keys_without_rope_are_refused) {
     const tkv_config cfg = make_config(LAYERS, SEQS);
     const tkv_load_params load = load_params(1);
@@ -1615,6 +1797,7 @@ int main(int argc, char **argv) {
     RUN(each_flipped_bit_and_each_cut_is_found);
     RUN(exchanged_sections_and_huge_numbers);
     RUN(hostile_files_with_right_checksums);
+    RUN(each_number_is_checked);
     RUN(moved_keys_without_rope_are_refused);
     RUN(blocks_inside_a_run_are_checked);
     RUN(tiers_that_the_plan_lacks);
