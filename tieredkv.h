@@ -46837,7 +46837,7 @@ static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out
 }
 
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
-static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int tier) {
+static const char *tkvi_find_entry_fault(tkvi_saved_list *list, int i, int tier) {
     tkvi_saved_holder first, other;
     const tkvi_entry e = tkvi_read_entry(list, i, &first);
     const uint8_t *at = tkvi_run_of_entry(list, i);
@@ -46858,14 +46858,21 @@ static const char *tkvi_find_entry_fault(const tkvi_loader *l, tkvi_saved_list *
         return "entries are out of order, layer";
     if (tokens < 1 || tokens > TKVI_BLOCK || e.first_slot >= tokens)
         return "an entry has slots that no token can have, layer";
-    if ((e.n_packed || e.has_anchors) && (!tkvi_keeps_token_meta(&l->kv->tables.cfg) || !list->meta))
-        return "a list of indices needs cfg.evict or cfg.importance.sample_every here, layer";
-    if (!TKVI_HAS_EVICT && e.sink_mask) return "a named sink needs a build with eviction, layer";
-    if ((e.shift || e.turned) && !TKVI_HAS_MOVES) return "moved tokens need a build with moves, layer";
+    if ((e.n_packed || e.has_anchors) && !list->meta) return "a list of indices was not saved, layer";
     if (e.shift < -TKVI_FOREVER || e.shift > TKVI_FOREVER || e.turned < -TKVI_FOREVER ||
         e.turned > TKVI_FOREVER || (!list->is_moved && (e.shift || e.turned)))
         return "a token has moved too far, layer";
     return NULL;
+}
+
+/* Returns what this cache or build lacks for a saved entry, or NULL. */
+static const char *tkvi_find_lack(const tkvi_loader *l, tkvi_saved_list *list, int i) {
+    tkvi_saved_holder first;
+    const tkvi_entry e = tkvi_read_entry(list, i, &first);
+    if ((e.n_packed || e.has_anchors) && !tkvi_keeps_token_meta(&l->kv->tables.cfg))
+        return "a list of indices needs cfg.evict or cfg.importance.sample_every here, layer";
+    if (!TKVI_HAS_EVICT && e.sink_mask) return "a named sink needs a build with eviction, layer";
+    return (e.shift || e.turned) && !TKVI_HAS_MOVES ? "moved tokens need a build with moves, layer" : NULL;
 }
 
 /* Returns the fault of the token_meta of a saved entry, or NULL. */
@@ -46893,17 +46900,17 @@ static int tkvi_saved_tier(const tkvi_saved_list *list, int i) {
 }
 
 /* Checks a run of entries from i on: the first and the last one. Those between them are as these are. */
-static const char *tkvi_find_run_fault(const tkvi_loader *l, tkvi_saved_list *list, int i, int *n_blocks) {
+static const char *tkvi_find_run_fault(tkvi_saved_list *list, int i, int *n_blocks) {
     const uint8_t *at = tkvi_run_of_entry(list, i);
     const int n = tkvi_saved_int(at + 12), last = i + n - 1;
-    const char *fault = tkvi_find_entry_fault(l, list, i, tkvi_saved_tier(list, i));
+    const char *fault = tkvi_find_entry_fault(list, i, tkvi_saved_tier(list, i));
     tkvi_saved_holder first;
     if (fault) return fault;
     (void)tkvi_read_entry(list, i, &first);
     if (n > 1) {
         if ((i < list->sinks) != (last < list->sinks) || at[28] || (first.seq == list->seq && first.i != i))
             return "entries that repeat are not alike, layer";
-        fault = tkvi_find_entry_fault(l, list, last, tkvi_saved_tier(list, last));
+        fault = tkvi_find_entry_fault(list, last, tkvi_saved_tier(list, last));
     }
     *n_blocks += tkvi_is_own_block(list, i, &first) ? n : 0;
     return fault;
@@ -46985,7 +46992,7 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
     const tkv_cache *kv = l->kv;
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_saved_list list;
-    const char *fault = NULL;
+    const char *fault = NULL, *lack = NULL;
     tkv_status st = tkvi_open_list(l, layer, &list);
     int i, n_blocks = 0;
     if (st) return st;
@@ -47000,13 +47007,15 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
         return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
                                        layer);
     for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12)) {
-        fault = tkvi_find_run_fault(l, &list, i, &n_blocks);
+        fault = tkvi_find_run_fault(&list, i, &n_blocks);
         if (!fault && tkvi_saved_int(tkvi_run_of_entry(&list, i) + 20) && !p->rope)
             fault = "a key has moved, but nothing is known of the RoPE, layer";
+        if (!lack) lack = tkvi_find_lack(l, &list, i);
     }
     for (i = 0; i < list.n && !fault && list.meta; i++) fault = tkvi_find_meta_fault(&list, i);
     if (!fault && n_blocks != list.n_blocks) fault = "blocks are miscounted in layer";
     if (fault) return tkvi_refuse_saved_layer(l, fault, layer);
+    if (lack) return tkvi_refuse_saved_model(l, lack, layer);
     for (i = 0; i < list.n_block_runs && !st; i++) st = tkvi_check_saved_blocks(l, layer, &list, i);
     return st ? st : tkvi_check_saved_records(l, layer, &list);
 }

@@ -1454,6 +1454,36 @@ TEST(each_number_is_checked) {
     tkv_destroy(kv);
 }
 
+/* A sequence with packed blocks, behind an earlier save without them. A cache that keeps no data of tokens cannot hold
+ * it: that is no damage, so the earlier save does not take its place. */
+TEST(lists_of_indices_need_data_of_tokens) {
+    tkv_config cfg = make_config(1, 2), plain = cfg;
+    journal j = {file, 0, MOST, 0, {0, 0, 0, 0, 0}};
+    const tkv_save_params save = save_params(0);
+    tkv_load_params load = load_params(1);
+    uint64_t victims[8];
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    tkv_cache *kv = create_cache(&cfg), *other = create_cache(&plain);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 800, 100), TKV_OK);
+    CHECK_EQ(add_to_journal(kv, &j, save), TKV_OK);
+    memset(victims, 0x55, sizeof victims);
+    CHECK_EQ(evict_tokens(kv, 0, 0, victims, 500), TKV_OK);
+    CHECK_EQ(add_to_journal(kv, &j, save), TKV_OK);
+    for (load.recover = 0; load.recover < 2; load.recover++) {
+        CHECK_EQ(tkv_seq_load(other, &load, file, j.n, NULL), TKV_ERR_CONFIG);
+        CHECK(strstr(tkv_get_last_error(other), "needs cfg.evict") != NULL);
+        CHECK_EQ(tkv_get_length(other, 1, 0), 0);
+    }
+    CHECK_EQ(tkv_seq_load(kv, &load, file, j.n, NULL), TKV_OK);
+    check_cache_at(kv, "packed", 0);
+    tkv_destroy(kv);
+    CHECK_EQ(append_to_all_layers(other, 0, 1, 300, 100), TKV_OK);
+    const size_t n = save_sequence(other, 0, file);
+    const wrong_number packed = {ENTRIES_OF, 1, 24, 1, 3, TKV_ERR_DATA, "a list of indices was not saved"};
+    check_wrong_numbers(other, n, 0, &packed, 1);
+    tkv_destroy(other);
+}
+
 TEST(moved_keys_without_rope_are_refused) {
     const tkv_config cfg = make_config(LAYERS, SEQS);
     const tkv_load_params load = load_params(1);
@@ -1798,6 +1828,7 @@ int main(int argc, char **argv) {
     RUN(exchanged_sections_and_huge_numbers);
     RUN(hostile_files_with_right_checksums);
     RUN(each_number_is_checked);
+    RUN(lists_of_indices_need_data_of_tokens);
     RUN(moved_keys_without_rope_are_refused);
     RUN(blocks_inside_a_run_are_checked);
     RUN(tiers_that_the_plan_lacks);
