@@ -93,9 +93,11 @@ TEST(a_loaded_cache_may_lie_elsewhere_in_place) {
         tkv_cache *a = create_cache_in_place(&cfg, &first, 0), *b = create_cache_in_place(&cfg, &second, 24);
         run_script(a, 0, 80);
         if (i == 1) CHECK_EQ(tkv_seq_put_state(a, 0, 0, 1, "a state", 7), TKV_OK);
+        if (i == 2) CHECK_EQ(tkv_set_budget(a, 860000), TKV_OK); /* fewer pages */
         const size_t n = save_cache(a, file);
         const tkv_status st = load_cache(b, file, n);
         CHECK_MSG(st == TKV_OK, "in place %d: %s", i, tkv_get_last_error(b));
+        if (i == 2) CHECK_EQ(budget_of(b).budget, 860000);
         if (st == TKV_OK) check_same_future(a, b, "in place", i);
         check_borders(&second);
         tkv_cache *heap = create_cache(&cfg);
@@ -403,6 +405,130 @@ TEST(each_allocation_of_a_load_fails_once) {
     tkv_destroy(a);
 }
 
+/* A table is learned head by head before it is used. Saves fall between heads of each layer. */
+TEST(heads_learned_ahead_are_saved) {
+    enum { END = 305 };
+    tkv_config cfg = config_number(0);
+    tkv_cache *a = create_cache(&cfg);
+    size_t n[12], room = 0;
+    int at[12], n_saves = 0;
+    for (int t = 1; t <= END; t++) {
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 1, 1), TKV_OK);
+        if (t < 254 || (t - 254) % 21 > 3 || n_saves == COUNT(n)) continue;
+        at[n_saves] = t;
+        n[n_saves] = save_cache(a, file);
+        if (room + n[n_saves] > MOST) break;
+        memcpy(twin_file + room, file, n[n_saves]);
+        room += n[n_saves++];
+    }
+    CHECK(n_saves >= 10);
+    const size_t n_end = save_cache(a, file);
+    room = 0;
+    for (int i = 0; i < n_saves; i++) {
+        static unsigned char again[MOST];
+        tkv_cache *b = create_cache(&cfg);
+        CHECK_EQ(load_cache(b, twin_file + room, n[i]), TKV_OK);
+        room += n[i];
+        for (int t = at[i]; t < END; t++) CHECK_EQ(append_to_all_layers(b, 0, 1, 1, 1), TKV_OK);
+        CHECK_EQ(save_cache(b, again), n_end);
+        CHECK_MSG(memcmp(again, file, n_end) == 0, "saved after %d tokens", at[i]);
+        tkv_destroy(b);
+    }
+    tkv_destroy(a);
+}
+
+/* Formats that learn from queries: sums, and factors that were computed from them. */
+TEST(what_queries_taught_is_saved) {
+    enum { WIDE = 40 };
+    static float k[30 * WIDE], q[2 * WIDE], out[2][2 * WIDE];
+    tkv_config cfg = make_sized_config(1, 2, 1, WIDE, 1, 64);
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_SQUAT2, TKV_KIVI2);
+    cfg.tiers.warm_tokens = 64;
+    tkv_cache *kv[2] = {create_cache(&cfg), create_cache(&cfg)};
+    tkv_rng rng = tkv_rng_seed(8);
+    for (int i = 0; i < 40; i++) {
+        tkv_rng_fill(&rng, k, COUNT(k), 1.0);
+        tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+        if (i == 20) CHECK_EQ(load_cache(kv[1], file, save_cache(kv[0], file)), TKV_OK);
+        for (int c = 0; c < (i < 20 ? 1 : 2); c++) {
+            CHECK_EQ(tkv_append(kv[c], 0, 0, k, k, 30), TKV_OK);
+            CHECK_EQ(tkv_attend(kv[c], 0, 0, q, 1, out[c]), TKV_OK);
+        }
+        if (i >= 20) CHECK_MEM(out[0], out[1], sizeof out[0]);
+    }
+    check_alike(kv[0], kv[1], "queries", 0);
+    /* the factors are last, fp16 numbers: an infinity among them, and a section that ends too early */
+    const size_t n = save_cache(kv[0], file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    unsigned char *end = file + get64(e + 8) + get64(e + 16);
+    tkv_cache *b = create_cache(&cfg);
+    put32(end - 4, 0x7c000000);
+    repair_index(file, n);
+    CHECK_EQ(load_cache(b, file, n), TKV_ERR_DATA);
+    CHECK(strstr(tkv_get_last_error(b), "numbers of the saved cache") != NULL);
+    for (int i = 0; i < 2; i++) tkv_destroy(kv[i]);
+    tkv_destroy(b);
+}
+
+/* The numbers end inside a number, or inside the bytes of a copy. */
+TEST(numbers_that_end_early_are_refused) {
+    for (int i = 0; i < 2; i++) {
+        tkv_config cfg = config_number(i ? 10 : 1);
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 300, 50), TKV_OK);
+        const size_t n = save_cache(a, file);
+        const size_t e = (size_t)(find_in_index(file, n, 7, 0) - file), size = (size_t)get64(file + e + 16);
+        for (size_t by = 1; by < 64 && (64 - size % 64) % 64 + by < 64; by++) {
+            memset(file + get64(file + e + 8) + size - by, 0, by);
+            put64(file + e + 16, size - by);
+            repair_index(file, n);
+            CHECK_EQ(load_cache(b, file, n), TKV_ERR_DATA);
+            CHECK_MSG(strstr(tkv_get_last_error(b), "numbers of the saved cache") != NULL, "%s",
+                      tkv_get_last_error(b));
+            check_cache_at(b, "cut numbers", (int)by);
+        }
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* Each read of a callback fails once, or gives a damaged record: the cache is as new, and freed memory is wiped. */
+TEST(failed_reads_leave_a_new_cache) {
+    tkv_config cfg = config_number(0);
+    tkv_load_params load = load_params(TKV_ALL_SEQS);
+    cfg.host.wipe_freed = 1;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 1, 1, 300, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(a, 1, 0, 250), TKV_OK);
+    const size_t n = save_cache(a, file);
+    int n_failed[2] = {0, 0};
+    load.scratch = scratch;
+    load.scratch_bytes = sizeof scratch;
+    for (int spoils = 0; spoils < 2; spoils++) {
+        tkv_destroy(b);
+        b = create_cache(&cfg);
+        for (int i = 1; i < 500; i += 1 + i / 20) {
+            read_file f = read_file_of(file, n);
+            f.fail_at = spoils ? 0 : i;
+            f.spoil_from = spoils ? i : 0;
+            const tkv_status st = tkv_seq_load_from(b, &load, n, read_from_file, &f, NULL);
+            check_cache_at(b, "failed read", i);
+            if (st == TKV_OK) break;
+            CHECK_EQ(st, spoils ? TKV_ERR_DATA : TKV_ERR_IO);
+            CHECK_EQ(tkv_get_length(b, 0, 0) + tkv_get_length(b, 1, 0), 0);
+            n_failed[spoils]++;
+        }
+    }
+    CHECK(n_failed[0] > 10 && n_failed[1] > 10);
+    tkv_destroy(b);
+    b = create_cache(&cfg);
+    CHECK_EQ(load_cache(b, file, n), TKV_OK);
+    check_same_future(a, b, "after failed reads", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* Loads a file that was changed. A refused cache is as new: it loads the right one. */
 static void load_changed(tkv_cache **kv, const tkv_config *cfg, const unsigned char *right, size_t n,
                          const unsigned char *changed, size_t n_changed, const char *what, size_t at) {
@@ -483,6 +609,62 @@ TEST(hostile_files_with_right_checksums) {
     }
 }
 
+/* Two sequences that share blocks, with states, and what the config learns from a few queries. */
+static void fill_small_cache(tkv_cache *kv, const tkv_config *cfg) {
+    float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+    tkv_rng rng = tkv_rng_seed(5);
+    for (int i = 0; i < 10; i++) {
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 30, 30), TKV_OK);
+        tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+        for (int layer = 0; layer < LAYERS; layer++) CHECK_EQ(tkv_attend(kv, 1, layer, q, 1, out), TKV_OK);
+    }
+    CHECK_EQ(tkv_seq_put_state(kv, 1, 0, 100, "a state", 7), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(kv, 1, 1, 100, "another", 7), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 1, 3, 200), TKV_OK);
+    if (cfg->model.rope.dim) CHECK_EQ(tkv_seq_shift(kv, 3, 100, 150, 5), TKV_OK);
+    if (cfg->model.rope.dim) CHECK_EQ(tkv_seq_shift(kv, 1, 150, TKV_UNLIMITED, 3), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(kv, 1, 8), TKV_OK);
+}
+
+/* Repairs the checksums of section i of a file and of its index. */
+static void repair_section(unsigned char *at, size_t n, uint64_t i) {
+    unsigned char *e = at + index_of(at, n) + 32 * i;
+    put64(e + 24, xxh64_of(at + get64(e + 8), (size_t)get64(e + 16)));
+    put64(at + n - 16, xxh64_of(at + index_of(at, n), n - 16 - (size_t)index_of(at, n)));
+}
+
+/* Each number of each section but the records, from its beginning on, gets another value. */
+TEST(each_number_is_checked) {
+    static const int configs[] = {1, 2, 5, 8, 11, 16};
+    static const uint32_t values[] = {0xffffffffu, 0x7fc00000u, 1, 0x3fffffff};
+    const int passes = tkv_test_long() ? COUNT(values) : 1, step = tkv_test_quick() ? 2 : 1;
+    int n_words = 0;
+    for (int c = 0; c < COUNT(configs); c++) {
+        tkv_config cfg = config_number(configs[c]);
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        fill_small_cache(a, &cfg);
+        const size_t n = save_cache(a, file);
+        memcpy(twin_file, file, n);
+        for (uint64_t i = 0; i < count_of(file, n); i++) {
+            const unsigned char *e = file + index_of(file, n) + 32 * i;
+            const size_t from = (size_t)get64(e + 8), bytes = (size_t)get64(e + 16);
+            size_t most = get32(e) == SAVED_RECORDS ? 0 : get32(e) == SAVED_LISTS ? 800 : 3000;
+            if (most > bytes) most = bytes;
+            for (size_t at = from; at + 4 <= from + most; at += 4 * (size_t)step)
+                for (int pass = 0; pass < passes; pass++) {
+                    put32(twin_file + at, values[(n_words++ + pass) % COUNT(values)]);
+                    repair_section(twin_file, n, i);
+                    load_changed(&b, &cfg, file, n, twin_file, n, "number", at);
+                    put32(twin_file + at, get32(file + at));
+                    repair_section(twin_file, n, i);
+                }
+        }
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+    printf("\n    %d numbers", n_words);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(everything_later_gives_the_same_bits);
@@ -497,7 +679,12 @@ int main(int argc, char **argv) {
     RUN(memory_of_the_past_is_no_fault);
     RUN(other_caches_are_refused);
     RUN(each_allocation_of_a_load_fails_once);
+    RUN(heads_learned_ahead_are_saved);
+    RUN(what_queries_taught_is_saved);
+    RUN(numbers_that_end_early_are_refused);
+    RUN(failed_reads_leave_a_new_cache);
     RUN(flipped_bits_and_cuts_are_found);
     RUN(hostile_files_with_right_checksums);
+    RUN(each_number_is_checked);
     return tkv_test_end();
 }
