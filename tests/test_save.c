@@ -734,6 +734,52 @@ TEST(cut_journals_have_the_last_whole_save) {
     tkv_destroy(b);
 }
 
+/* A short session has a table and no block that needs it. Caches take it if it has all that they learn. */
+TEST(tables_that_no_layer_here_needs_stay_in_the_file) {
+    static unsigned char memory[1 << 20];
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    cfg.tiers.warm = pair_of(TKV_A40, TKV_R40);
+    cfg.tiers.archive = pair_of(TKV_A30, TKV_R20);
+    cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 60, 20), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    for (int is_long = 0; is_long < 2; is_long++) {
+        if (is_long) CHECK_EQ(append_to_all_layers(kv, 0, 1, 240, 20), TKV_OK);
+        const size_t n = save_sequence(kv, 0, file);
+        for (int way = 0; way < 4;
+             way++) { /* the same plan, none that learns, on the heap and in place, another part */
+            tkv_config other = cfg;
+            tkv_load_params load = load_params(1);
+            tkv_load_info info;
+            tkv_cache *b;
+            size_t bytes = 0;
+            if (way == 1 || way == 2) other.tiers.warm = other.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI2);
+            if (way == 2) other.limits.max_tokens = 500;
+            if (way == 3) other.tiers.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT2);
+            if (way == 2) {
+                CHECK_EQ(tkv_get_required_bytes(&other, &bytes, NULL), TKV_OK);
+                CHECK(bytes <= sizeof memory);
+                CHECK_EQ(tkv_create_in_place(&other, memory, bytes, &b, NULL, 0), TKV_OK);
+                load.scratch = other_file;
+                load.scratch_bytes = sizeof other_file;
+            } else b = create_cache(&other);
+            const tkv_status st = tkv_seq_load(b, &load, file, n, &info);
+            CHECK_EQ(st, is_long && way > 0 ? TKV_ERR_CONFIG : TKV_OK);
+            if (st == TKV_OK) CHECK_EQ(info.n_tables, way == 0 ? LAYERS : 0);
+            if (is_long && way == 3)
+                CHECK(strstr(tkv_get_last_error(b), "without a part of the tables") != NULL);
+            check_cache_at(b, "tables that are not needed", way);
+            note_config(&other);
+            CHECK_EQ(append_to_all_layers(b, 1, 1, 200, 50), TKV_OK);
+            check_cache_at(b, "goes on", way);
+            tkv_destroy(b);
+        }
+        note_config(&cfg);
+    }
+    tkv_destroy(kv);
+}
+
 /* A talk of short sessions, each in a new process, is compressed like one of a long session. */
 TEST(short_sessions_get_tables) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -1813,6 +1859,7 @@ int main(int argc, char **argv) {
     RUN(first_tokens_are_saved);
     RUN(journals_grow_and_begin_anew);
     RUN(cut_journals_have_the_last_whole_save);
+    RUN(tables_that_no_layer_here_needs_stay_in_the_file);
     RUN(short_sessions_get_tables);
     RUN(attached_sequences_give_the_same_bits);
     RUN(attached_blocks_are_verified_at_first_use);

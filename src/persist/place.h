@@ -32,7 +32,7 @@ static int tkvi_is_same_table(const tkvi_loader *l, int layer, int version, cons
 /* Chooses versions. In a layer without a table the file's current one comes first. */
 static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkvi_saved_list *list,
                                       const tkvi_saved_tables *t) {
-    const int has_table = l->kv->tables.current_version[layer] >= 0;
+    const int has_table = l->kv->tables.current_version[layer] >= 0, need = tkvi_table_parts(l->kv, layer);
     unsigned used = tkvi_used_versions(l->kv, layer), known = used;
     tkvi_table_map map;
     int i, v, pass;
@@ -46,8 +46,8 @@ static tkvi_table_map tkvi_map_tables(const tkvi_loader *l, int layer, const tkv
     for (i = 0; i < t->n; i++) {
         const int is_current = (int)tkvi_load32(tkvi_saved_table(t, i) + 4);
         const int is_needed = tkvi_n_blocks_of_version(list, tkvi_load32(tkvi_saved_table(t, i))) > 0 ||
-                              (is_current && !has_table);
-        const int is_whole = (t->parts & tkvi_table_parts(l->kv, layer)) == tkvi_table_parts(l->kv, layer);
+                              (is_current && !has_table && need);
+        const int is_whole = (t->parts & need) == need;
         map.version[i] = (int8_t)(is_needed && is_whole ? -1 : -2);
         for (v = 0; v < TKVI_VERSIONS && map.version[i] == -1; v++)
             if ((known >> v & 1) && tkvi_is_same_table(l, layer, v, t, i)) map.version[i] = (int8_t)v;
@@ -94,8 +94,8 @@ static tkv_status tkvi_provide_tables(tkvi_loader *l, int layer) {
 }
 
 static void tkvi_place_table(tkvi_loader *l, int layer, const tkvi_saved_tables *t, int i, int version) {
-    tkvi_next_table *next = l->kv->stats.next_table ? &l->kv->stats.next_table[layer] : NULL;
-    if (next && next->version == version) next->n_heads = 0; /* heads that were learned ahead are gone */
+    tkvi_next_table *next = &l->kv->stats.next_table[layer]; /* a layer that needs tables has it */
+    if (next->version == version) next->n_heads = 0;         /* heads that were learned ahead are gone */
     tkvi_fill_table(l->kv, layer, version, t->parts, tkvi_saved_table(t, i) + 8);
     tkvi_lay_out_table(l->kv, layer, version);
 }
@@ -110,7 +110,7 @@ static void tkvi_place_new_tables(tkvi_loader *l, int layer, const tkvi_saved_ta
         l->info.n_tables++;
         if (had >= 0 || tkvi_load32(tkvi_saved_table(t, i) + 4) != 1) continue;
         tkvi_table_use(l->kv, layer, map->version[i]);
-        if (l->kv->stats.tokens_seen && !l->is_cache) tkvi_plan_next_table(l->kv, layer, 0);
+        if (!l->is_cache) tkvi_plan_next_table(l->kv, layer, 0);
     }
 }
 
