@@ -46836,6 +46836,13 @@ static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out
     return fault ? tkvi_refuse_saved_layer(l, fault, layer) : TKV_OK;
 }
 
+/* Opens a list that was verified. */
+static void tkvi_reopen_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
+    const tkv_status st = tkvi_open_list(l, layer, out);
+    TKVI_ASSERT(!st);
+    (void)st;
+}
+
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
 static const char *tkvi_find_entry_fault(tkvi_saved_list *list, int i, int tier) {
     tkvi_saved_holder first, other;
@@ -47041,6 +47048,13 @@ static tkv_status tkvi_open_saved_tables(tkvi_loader *l, int layer, tkvi_saved_t
                : tkvi_refuse_saved_layer(l, "tables have a wrong size, layer", layer);
 }
 
+/* Opens tables that were verified. */
+static void tkvi_reopen_tables(tkvi_loader *l, int layer, tkvi_saved_tables *out) {
+    const tkv_status st = tkvi_open_saved_tables(l, layer, out);
+    TKVI_ASSERT(!st);
+    (void)st;
+}
+
 static const uint8_t *tkvi_saved_table(const tkvi_saved_tables *t, int i) {
     return t->at + (size_t)i * (8 + t->bytes);
 }
@@ -47054,28 +47068,26 @@ static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t versio
 }
 
 /* Counts the blocks of a layer in the file by the version of their table. n[TKVI_VERSIONS]: those with a table. */
-static tkv_status tkvi_count_saved_blocks(tkvi_loader *l, int layer, int64_t *n) {
+static void tkvi_count_saved_blocks(tkvi_loader *l, int layer, int64_t *n) {
     tkvi_saved_list list;
     int v;
     memset(n, 0, (TKVI_VERSIONS + 1) * sizeof *n);
     for (l->seq = tkvi_first_loaded_seq(l); l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
-        const tkv_status st = tkvi_open_list(l, layer, &list);
-        if (st) return st;
+        tkvi_reopen_list(l, layer, &list);
         n[TKVI_VERSIONS] += list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION);
         for (v = 0; v < TKVI_VERSIONS; v++) n[v] += tkvi_n_blocks_of_version(&list, (uint32_t)v);
     }
-    return TKV_OK;
 }
 
 static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     const int need = tkvi_table_parts(l->kv, layer);
     int64_t n_blocks[TKVI_VERSIONS + 1], n = 0;
     tkvi_saved_tables t;
-    tkv_status st = tkvi_count_saved_blocks(l, layer, n_blocks);
+    const tkv_status st = tkvi_open_saved_tables(l, layer, &t);
     int i, current = 0;
     unsigned seen = 0;
-    if (!st) st = tkvi_open_saved_tables(l, layer, &t);
     if (st) return st;
+    tkvi_count_saved_blocks(l, layer, n_blocks);
     for (i = 0; i < t.n; i++) {
         const uint8_t *at = tkvi_saved_table(&t, i);
         const uint32_t v = tkvi_load32(at);
@@ -47186,9 +47198,11 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     int64_t n = 0;
     int layer;
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++)
-            if (l->kv->tables.plan[layer].stored_layer == layer && !tkvi_open_list(l, layer, &list))
-                n += list.n;
+        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++) {
+            if (l->kv->tables.plan[layer].stored_layer != layer) continue;
+            tkvi_reopen_list(l, layer, &list);
+            n += list.n;
+        }
     return n;
 }
 
@@ -47312,7 +47326,8 @@ static tkv_status tkvi_provide_tables(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i;
-    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
+    tkvi_reopen_list(l, layer, &list);
+    tkvi_reopen_tables(l, layer, &t);
     map = tkvi_map_tables(l, layer, &list, &t);
     for (i = 0; i < TKVI_VERSIONS && tkvi_lacks_version(&map, &t); i++) {
         tkvi_retire_version(l->kv, layer);
@@ -47387,9 +47402,9 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
         tkvi_saved_list list;
         tkvi_saved_tables t;
         tkvi_table_map map;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(&l, layer, &list) ||
-            tkvi_open_saved_tables(&l, layer, &t))
-            continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        tkvi_reopen_list(&l, layer, &list);
+        tkvi_reopen_tables(&l, layer, &t);
         map = tkvi_map_tables(&l, layer, &list, &t);
         longest = tkvi_max(longest, list.n);
         demand->entries += list.n;
@@ -47603,7 +47618,8 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i, fits;
-    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    tkvi_reopen_list(l, layer, &list);
+    tkvi_reopen_tables(l, layer, &t);
     map = tkvi_map_tables(l, layer, &list, &t);
     tkvi_place_new_tables(l, layer, &t, &map, l->kv->tables.current_version[layer]);
     fits = tkvi_place_entries(l, layer, &list, &t, &map);
@@ -47642,7 +47658,8 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         tkvi_saved_group g;
         tkvi_saved_list list;
-        if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
+        if (l->kv->tables.plan[layer].stored_layer != layer) continue;
+        tkvi_reopen_list(l, layer, &list);
         st = tkvi_check_ids(&k, l->seq, layer);
         if (!st) st = tkvi_check_counts(&k, l->seq, layer);
         memset(&g, 0, sizeof g);
@@ -47753,7 +47770,8 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_saved_tables t;
         int i;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_tables(l, layer, &t)) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        tkvi_reopen_tables(l, layer, &t);
         for (i = 0; i < t.n; i++)
             provided &= tkvi_allocate_version(kv, (int)tkvi_load32(tkvi_saved_table(&t, i)));
     }
@@ -47789,7 +47807,7 @@ static int tkvi_place_rings(tkvi_loader *l, int layer) {
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
         const uint32_t *ids = tkvi_ids(l->kv, l->seq, layer);
         tkvi_saved_list list;
-        if (tkvi_open_list(l, layer, &list)) return 0;
+        tkvi_reopen_list(l, layer, &list);
         for (i = 0; i < list.n; i++) {
             tkvi_entry *e = &pool->entry[ids[i]];
             tkvi_saved_holder next = tkvi_saved_next_holder(&list, i), first;
@@ -47823,11 +47841,14 @@ static int tkvi_place_layer_of_all(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     l->seq = 0;
-    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    tkvi_reopen_list(l, layer, &list);
+    tkvi_reopen_tables(l, layer, &t);
     map = tkvi_map_tables(l, layer, &list, &t);
     tkvi_place_new_tables(l, layer, &t, &map, -1);
-    for (; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-        if (tkvi_open_list(l, layer, &list) || !tkvi_place_entries(l, layer, &list, &t, &map)) return 0;
+    for (; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        tkvi_reopen_list(l, layer, &list);
+        if (!tkvi_place_entries(l, layer, &list, &t, &map)) return 0;
+    }
     return tkvi_place_rings(l, layer);
 }
 

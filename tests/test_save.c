@@ -1608,6 +1608,91 @@ TEST(tiers_that_the_plan_lacks) {
     tkv_destroy(kv);
 }
 
+/* >>refusals */
+static void check_load_refused(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t n,
+                               tkv_status want, const char *words) {
+    CHECK_EQ(tkv_seq_load(kv, p, bytes, n, NULL), want);
+    CHECK_MSG(strstr(tkv_get_last_error(kv), words) != NULL, "%s", tkv_get_last_error(kv));
+}
+
+TEST(saves_and_loads_are_refused_with_a_reason) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    const unsigned char *aligned = file + (64 - (uintptr_t)file % 64) % 64;
+    const int tokens[5] = {1, 2, 3, 4, 5};
+    test_store store;
+    size_t n = 0;
+    attach_test_store(&store, &cfg);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 400, 50), TKV_OK);
+    tkv_save_params save = save_params(0);
+    save.tokens = tokens;
+    save.n_tokens = 5;
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_OK);
+    tkv_load_params load = load_params(1);
+    load.model = NULL;
+    check_load_refused(kv, &load, file, n, TKV_ERR_ARG, "model is missing");
+    load = load_params(1);
+    load.token_capacity = -1;
+    check_load_refused(kv, &load, file, n, TKV_ERR_ARG, "token_capacity");
+    load = load_params(1);
+    check_load_refused(kv, &load, NULL, n, TKV_ERR_ARG, "bytes are missing");
+    load.attach = 1;
+    check_load_refused(kv, &load, aligned + 1, n, TKV_ERR_ARG, "multiple of 64");
+    if (sizeof(size_t) > 4) check_load_refused(kv, &load, aligned, (size_t)-1, TKV_ERR_CAPACITY, "256 GiB");
+    load.attach = 0;
+    CHECK_EQ(tkv_seq_begin(kv, 2), TKV_OK);
+    check_load_refused(kv, &load, file, n, TKV_ERR_STATE, "a step is open in sequence 2");
+    CHECK_EQ(tkv_seq_abort(kv, 2), TKV_OK);
+    put32(section_of(n, 0, 0) + 36, 0); /* there are tokens, and the head has none */
+    repair_checksums(file, n, NULL);
+    check_load_refused(kv, &load, file, n, TKV_ERR_DATA, "saved tokens have a wrong size");
+    for (int i = 0; i < 4; i++) {
+        save = save_params(0);
+        if (i == 0) save.n_tokens = -1;
+        if (i == 1) save.n_tokens = 1;
+        if (i == 2) save.model = NULL;
+        if (i == 3) save.former_bytes = 1;
+        CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_ERR_ARG);
+        CHECK(strstr(tkv_get_last_error(kv), "are missing") != NULL);
+    }
+    save = save_params(0);
+    int done = 0;
+    CHECK_EQ(tkv_offload(kv, 0, 1, 2, &done), TKV_OK);
+    CHECK_EQ(done, 2);
+    store.fail_read = 1;
+    store.n_reads = 0;
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_ERR_IO);
+    CHECK(strstr(tkv_get_last_error(kv), "the store gave no block of layer 1") != NULL);
+    store.fail_read = 0;
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 0, 70, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_ERR_NO_SOURCE);
+    CHECK(strstr(tkv_get_last_error(kv), "recompute it first") != NULL);
+    tkv_destroy(kv);
+    destroy_test_store(&store);
+}
+
+/* Each section under another number is missing. */
+TEST(missing_sections_are_named) {
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    const tkv_load_params load = load_params(1);
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 100, "a state", 7), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file), index = (size_t)index_of(file, n);
+    for (uint64_t i = 0; i < count_of(file, n); i++) {
+        memcpy(other_file, file, n);
+        if (get32(file + index + 32 * i) == SAVED_RECORDS) continue;
+        if (i + 1 < count_of(file, n) && get32(file + index + 32 * i) == get32(file + index + 32 * (i + 1)))
+            continue;
+        put32(other_file + index + 32 * i + 4, 77);
+        repair_index(other_file, n);
+        check_load_refused(kv, &load, other_file, n, TKV_ERR_DATA, " ");
+    }
+    CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+    tkv_destroy(kv);
+}
+
 /* >>memory */
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -1879,6 +1964,8 @@ int main(int argc, char **argv) {
     RUN(moved_keys_without_rope_are_refused);
     RUN(blocks_inside_a_run_are_checked);
     RUN(tiers_that_the_plan_lacks);
+    RUN(saves_and_loads_are_refused_with_a_reason);
+    RUN(missing_sections_are_named);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(states_are_saved);
     RUN(golden_files_stay_readable);

@@ -609,6 +609,122 @@ TEST(hostile_files_with_right_checksums) {
     }
 }
 
+/* >>single numbers of lists, with right checksums */
+enum { OF_FIRST_SEQ = 48, OF_FIRST = 4, OF_NEXT_SEQ = 52, OF_NEXT = 56, OF_IS_FIRST = 60 };
+
+/* A number of a run of entries, or of a run of blocks, in layer 0 of a sequence of `twin_file`, n bytes long. */
+static unsigned char *number_of_run(size_t n, int seq, int is_block, int run, int offset) {
+    const unsigned char *e = find_in_index(twin_file, n, SAVED_LISTS, (uint32_t)(seq * LAYERS));
+    unsigned char *list = e ? twin_file + get64(e + 8) : twin_file;
+    if (!e) exit(2);
+    return list + 48 + (is_block ? 64 * get32(list + 40) + 32 * (size_t)run : 64 * (size_t)run) + offset;
+}
+
+/* Loads `twin_file` with right checksums, and makes it a copy of `file` again. */
+static void check_refused_words(tkv_cache *kv, size_t n, tkv_status want, const char *words, int number) {
+    repair_index(twin_file, n);
+    const tkv_status st = load_cache(kv, twin_file, n);
+    CHECK_MSG(st == want && strstr(tkv_get_last_error(kv), words), "case %d: %d, %s", number, st,
+              tkv_get_last_error(kv));
+    check_cache_at(kv, "refused case", number);
+    memcpy(twin_file, file, n);
+}
+
+/* Sequences 1, 3 and 4 hold the same blocks. Their entries name one another in a ring. */
+TEST(holders_of_blocks_are_checked) {
+    static const char first[] = "names no block", ring[] = "blocks and their holders do not fit";
+    static const struct {
+        int seq, is_block, run, offset, bytes;
+        uint32_t value;
+        const char *words;
+    } cases[] = {{3, 0, 1, OF_FIRST_SEQ, 4, 4, first},
+                 {3, 0, 1, OF_FIRST_SEQ, 4, 0xffffffffu, first},
+                 {3, 0, 1, OF_FIRST_SEQ, 4, 0, ring}, /* it is empty */
+                 {3, 0, 1, OF_FIRST, 4, 50, ring},
+                 {3, 0, 1, OF_NEXT_SEQ, 4, 0xffffffffu, ring},
+                 {3, 0, 1, OF_NEXT_SEQ, 4, SEQS, ring},
+                 {3, 0, 1, OF_NEXT, 4, 0xffffffffu, ring},
+                 {3, 0, 1, OF_NEXT, 4, 50, ring},
+                 {3, 0, 1, OF_NEXT, 4, 0, ring}, /* of another block */
+                 {3, 0, 1, OF_IS_FIRST, 4, 2, ring},
+                 {1, 1, 1, 24, 2, 999, "a block has a number that it cannot have"},
+                 {1, 1, 1, 26, 2, 999, "a block has a number that it cannot have"},
+                 {1, 1, 1, 28, 2, 65, "a block has a number that it cannot have"},
+                 {1, 1, 1, 30, 2, 1, "a block has a number that it cannot have"}};
+    tkv_config cfg = config_number(1);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 1, 1, 200, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(a, 1, 3, 150), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(a, 1, 4, 150), TKV_OK);
+    const size_t n = save_cache(a, file);
+    memcpy(twin_file, file, n);
+    for (int i = 0; i < COUNT(cases); i++) {
+        unsigned char *at = number_of_run(n, cases[i].seq, cases[i].is_block, cases[i].run, cases[i].offset);
+        for (int k = 0; k < cases[i].bytes; k++) at[k] = (unsigned char)(cases[i].value >> 8 * k & 255u);
+        check_refused_words(b, n, cases[i].offset == 24 ? TKV_ERR_CONFIG : TKV_ERR_DATA,
+                            cases[i].offset == 24 ? "formats" : cases[i].words, i);
+    }
+    for (int i = 0; i < 3;
+         i++) { /* rings without a first holder, of two of three, and one that never comes back */
+        static const uint32_t next[3][3] = {{3, 4, 1}, {3, 1, 4}, {3, 3, 1}};
+        static const uint32_t is_first[3][3] = {{0, 0, 0}, {1, 0, 0}, {1, 0, 0}};
+        for (int k = 0; k < 3; k++) {
+            const int seq = k ? k + 2 : 1;
+            put32(number_of_run(n, seq, 0, 1, OF_NEXT_SEQ), next[i][k]);
+            put32(number_of_run(n, seq, 0, 1, OF_IS_FIRST), is_first[i][k]);
+        }
+        check_refused_words(b, n, TKV_ERR_DATA, ring, 100 + i);
+    }
+    unsigned char *e = twin_file + (find_in_index(file, n, 7, 0) - file);
+    put32(e + 4, 1); /* the numbers of the cache are gone */
+    check_refused_words(b, n, TKV_ERR_DATA, "numbers of the saved cache", 200);
+    CHECK_EQ(load_cache(b, file, n), TKV_OK);
+    check_same_future(a, b, "after wrong holders", 1);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* With cfg.recompute a block knows its layout before the last coding, since its tokens are coded through it again. */
+static int compute_nothing(void *user, int seq, int layer, int head, const int *positions, int n, float *k,
+                           float *v) {
+    (void)user, (void)seq, (void)layer, (void)head, (void)positions, (void)n, (void)k, (void)v;
+    return 1;
+}
+
+TEST(layouts_before_the_last_coding_are_saved) {
+    for (int i = 0; i < 2; i++) {
+        tkv_config cfg = config_number(i);
+        if (i) cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2); /* formats without tables */
+        cfg.recompute.compute = compute_nothing;
+        cfg.recompute.cost.layer_params = 1000.0;
+        cfg.recompute.cost.n_heads = TKV_OFF;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(a, 1, 1, 700, 50), TKV_OK);
+        const size_t n = save_cache(a, file);
+        unsigned char *previous = NULL;
+        memcpy(twin_file, file, n);
+        for (int run = 0; run < 8 && !previous; run++) {
+            unsigned char *at = number_of_run(n, 1, 1, run, 26);
+            if (at[0]) previous = at;
+        }
+        REQUIRE(previous != NULL);
+        CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        check_alike(a, b, "previous layouts", i);
+        tkv_destroy(b);
+        b = create_cache(&cfg);
+        save_cache(a, file);
+        memcpy(twin_file, file, n);
+        previous[0] = 1; /* the layout of sinks, which no tier has: it is forgotten */
+        repair_index(twin_file, n);
+        CHECK_EQ(load_cache(b, twin_file, n), TKV_OK);
+        check_cache_at(b, "another layout", i);
+        CHECK_EQ(save_cache(b, twin_file), n);
+        CHECK(memcmp(file, twin_file, n) != 0);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 /* Two sequences that share blocks, with states, and what the config learns from a few queries. */
 static void fill_small_cache(tkv_cache *kv, const tkv_config *cfg) {
     float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
@@ -685,6 +801,8 @@ int main(int argc, char **argv) {
     RUN(failed_reads_leave_a_new_cache);
     RUN(flipped_bits_and_cuts_are_found);
     RUN(hostile_files_with_right_checksums);
+    RUN(holders_of_blocks_are_checked);
+    RUN(layouts_before_the_last_coding_are_saved);
     RUN(each_number_is_checked);
     return tkv_test_end();
 }

@@ -47,7 +47,8 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_saved_tables t;
         int i;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_saved_tables(l, layer, &t)) continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        tkvi_reopen_tables(l, layer, &t);
         for (i = 0; i < t.n; i++)
             provided &= tkvi_allocate_version(kv, (int)tkvi_load32(tkvi_saved_table(&t, i)));
     }
@@ -83,7 +84,7 @@ static int tkvi_place_rings(tkvi_loader *l, int layer) {
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
         const uint32_t *ids = tkvi_ids(l->kv, l->seq, layer);
         tkvi_saved_list list;
-        if (tkvi_open_list(l, layer, &list)) return 0;
+        tkvi_reopen_list(l, layer, &list);
         for (i = 0; i < list.n; i++) {
             tkvi_entry *e = &pool->entry[ids[i]];
             tkvi_saved_holder next = tkvi_saved_next_holder(&list, i), first;
@@ -117,11 +118,14 @@ static int tkvi_place_layer_of_all(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     l->seq = 0;
-    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    tkvi_reopen_list(l, layer, &list);
+    tkvi_reopen_tables(l, layer, &t);
     map = tkvi_map_tables(l, layer, &list, &t);
     tkvi_place_new_tables(l, layer, &t, &map, -1);
-    for (; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-        if (tkvi_open_list(l, layer, &list) || !tkvi_place_entries(l, layer, &list, &t, &map)) return 0;
+    for (; l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
+        tkvi_reopen_list(l, layer, &list);
+        if (!tkvi_place_entries(l, layer, &list, &t, &map)) return 0;
+    }
     return tkvi_place_rings(l, layer);
 }
 

@@ -79,7 +79,8 @@ static tkv_status tkvi_provide_tables(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i;
-    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return TKV_ERR_DATA;
+    tkvi_reopen_list(l, layer, &list);
+    tkvi_reopen_tables(l, layer, &t);
     map = tkvi_map_tables(l, layer, &list, &t);
     for (i = 0; i < TKVI_VERSIONS && tkvi_lacks_version(&map, &t); i++) {
         tkvi_retire_version(l->kv, layer);
@@ -154,9 +155,9 @@ static int tkvi_count_saved(tkv_cache *kv, const void *what, tkvi_demand *demand
         tkvi_saved_list list;
         tkvi_saved_tables t;
         tkvi_table_map map;
-        if (kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(&l, layer, &list) ||
-            tkvi_open_saved_tables(&l, layer, &t))
-            continue;
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        tkvi_reopen_list(&l, layer, &list);
+        tkvi_reopen_tables(&l, layer, &t);
         map = tkvi_map_tables(&l, layer, &list, &t);
         longest = tkvi_max(longest, list.n);
         demand->entries += list.n;
@@ -370,7 +371,8 @@ static int tkvi_place_layer(tkvi_loader *l, int layer) {
     tkvi_saved_tables t;
     tkvi_table_map map;
     int i, fits;
-    if (tkvi_open_list(l, layer, &list) || tkvi_open_saved_tables(l, layer, &t)) return 0;
+    tkvi_reopen_list(l, layer, &list);
+    tkvi_reopen_tables(l, layer, &t);
     map = tkvi_map_tables(l, layer, &list, &t);
     tkvi_place_new_tables(l, layer, &t, &map, l->kv->tables.current_version[layer]);
     fits = tkvi_place_entries(l, layer, &list, &t, &map);
@@ -409,7 +411,8 @@ static tkv_status tkvi_check_placed(tkvi_loader *l) {
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         tkvi_saved_group g;
         tkvi_saved_list list;
-        if (l->kv->tables.plan[layer].stored_layer != layer || tkvi_open_list(l, layer, &list)) continue;
+        if (l->kv->tables.plan[layer].stored_layer != layer) continue;
+        tkvi_reopen_list(l, layer, &list);
         st = tkvi_check_ids(&k, l->seq, layer);
         if (!st) st = tkvi_check_counts(&k, l->seq, layer);
         memset(&g, 0, sizeof g);

@@ -132,6 +132,13 @@ static tkv_status tkvi_open_list(tkvi_loader *l, int layer, tkvi_saved_list *out
     return fault ? tkvi_refuse_saved_layer(l, fault, layer) : TKV_OK;
 }
 
+/* Opens a list that was verified. */
+static void tkvi_reopen_list(tkvi_loader *l, int layer, tkvi_saved_list *out) {
+    const tkv_status st = tkvi_open_list(l, layer, out);
+    TKVI_ASSERT(!st);
+    (void)st;
+}
+
 /* Returns the fault of one saved entry, or NULL. tier: by its place in the list. */
 static const char *tkvi_find_entry_fault(tkvi_saved_list *list, int i, int tier) {
     tkvi_saved_holder first, other;
@@ -337,6 +344,13 @@ static tkv_status tkvi_open_saved_tables(tkvi_loader *l, int layer, tkvi_saved_t
                : tkvi_refuse_saved_layer(l, "tables have a wrong size, layer", layer);
 }
 
+/* Opens tables that were verified. */
+static void tkvi_reopen_tables(tkvi_loader *l, int layer, tkvi_saved_tables *out) {
+    const tkv_status st = tkvi_open_saved_tables(l, layer, out);
+    TKVI_ASSERT(!st);
+    (void)st;
+}
+
 static const uint8_t *tkvi_saved_table(const tkvi_saved_tables *t, int i) {
     return t->at + (size_t)i * (8 + t->bytes);
 }
@@ -350,28 +364,26 @@ static int tkvi_n_blocks_of_version(const tkvi_saved_list *list, uint32_t versio
 }
 
 /* Counts the blocks of a layer in the file by the version of their table. n[TKVI_VERSIONS]: those with a table. */
-static tkv_status tkvi_count_saved_blocks(tkvi_loader *l, int layer, int64_t *n) {
+static void tkvi_count_saved_blocks(tkvi_loader *l, int layer, int64_t *n) {
     tkvi_saved_list list;
     int v;
     memset(n, 0, (TKVI_VERSIONS + 1) * sizeof *n);
     for (l->seq = tkvi_first_loaded_seq(l); l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
-        const tkv_status st = tkvi_open_list(l, layer, &list);
-        if (st) return st;
+        tkvi_reopen_list(l, layer, &list);
         n[TKVI_VERSIONS] += list.n_blocks - tkvi_n_blocks_of_version(&list, TKVI_NO_VERSION);
         for (v = 0; v < TKVI_VERSIONS; v++) n[v] += tkvi_n_blocks_of_version(&list, (uint32_t)v);
     }
-    return TKV_OK;
 }
 
 static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     const int need = tkvi_table_parts(l->kv, layer);
     int64_t n_blocks[TKVI_VERSIONS + 1], n = 0;
     tkvi_saved_tables t;
-    tkv_status st = tkvi_count_saved_blocks(l, layer, n_blocks);
+    const tkv_status st = tkvi_open_saved_tables(l, layer, &t);
     int i, current = 0;
     unsigned seen = 0;
-    if (!st) st = tkvi_open_saved_tables(l, layer, &t);
     if (st) return st;
+    tkvi_count_saved_blocks(l, layer, n_blocks);
     for (i = 0; i < t.n; i++) {
         const uint8_t *at = tkvi_saved_table(&t, i);
         const uint32_t v = tkvi_load32(at);
@@ -482,9 +494,11 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     int64_t n = 0;
     int layer;
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l); l->seq++)
-        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++)
-            if (l->kv->tables.plan[layer].stored_layer == layer && !tkvi_open_list(l, layer, &list))
-                n += list.n;
+        for (layer = 0; layer < l->kv->tables.cfg.model.n_layers; layer++) {
+            if (l->kv->tables.plan[layer].stored_layer != layer) continue;
+            tkvi_reopen_list(l, layer, &list);
+            n += list.n;
+        }
     return n;
 }
 
