@@ -1300,8 +1300,42 @@ TEST(in_place_the_level_stays) {
         CHECK_EQ(tkv_adapt_plan(kv, &f, NULL), TKV_OK);
     }
     CHECK_EQ(budget_of(kv).level, 1);
+    CHECK_EQ(tkv_set_level(kv, 2), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "in place and without a budget the plan is fixed");
+    CHECK_EQ(tkv_set_hot_tokens(kv, 100), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "in place and without a budget lengths are fixed");
+    CHECK_EQ(budget_of(kv).level, 1);
     tkv_destroy(kv);
     free(memory);
+}
+
+/* A budget that begins again needs pages for recoding. Without memory, or if it is too small, there is none as before. */
+TEST(a_budget_that_cannot_begin_again) {
+    tkv_config cfg = small_config(900 * 1000);
+    counting_allocator p;
+    tkv_cache *kv;
+    int n;
+    cfg.host.allocator = counting_allocator_of(&p);
+    reset_models();
+    kv = create_cache(&cfg);
+    for (n = 0; n < 20; n++) CHECK_EQ(append_to_all_layers(kv, 0, 50), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, 0), TKV_OK);
+    for (n = 0; n < 5; n++) CHECK_EQ(append_to_all_layers(kv, 0, 50), TKV_OK);
+    p.fail_at = 1;
+    CHECK_EQ(tkv_set_budget(kv, 900 * 1000), TKV_ERR_NOMEM);
+    CHECK_STR(tkv_get_last_error(kv), "the allocator gave no memory for recoding");
+    p.fail_at = 0;
+    CHECK_EQ(budget_of(kv).budget, 0);
+    check_cache(kv);
+    CHECK_EQ(tkv_set_budget(kv, 200 * 1000), TKV_ERR_BUDGET);
+    CHECK_EQ(budget_of(kv).budget, 0);
+    check_cache(kv);
+    for (n = 0; n < 5; n++) CHECK_EQ(append_to_all_layers(kv, 0, 50), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, 900 * 1000), TKV_OK);
+    CHECK_LE(p.held, 900 * 1000);
+    check_cache(kv);
+    (void)check_all_reads(kv);
+    tkv_destroy(kv);
 }
 
 /* >>cfg.meter.target: the cache follows its own meter */
@@ -1477,6 +1511,7 @@ int main(int argc, char **argv) {
     RUN(the_default_ladder_stands_around_the_plan);
     RUN(the_default_ladder_changes_no_byte);
     RUN(in_place_the_level_stays);
+    RUN(a_budget_that_cannot_begin_again);
     RUN(the_level_follows_the_meter);
     RUN(wrong_configs_of_adapting);
     RUN(config_names_the_wrong_field);

@@ -201,6 +201,10 @@ TEST(naming_is_refused_with_a_reason) {
     free_snapshot(&before);
     free_snapshot(&after);
     check_cache(kv);
+    CHECK_EQ(tkv_seq_discard(kv, 1, 70, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 1, 10, 1, 1), TKV_ERR_NO_SOURCE);
+    CHECK(strstr(tkv_get_last_error(kv), "a token is discarded; recompute it first: index 10") != NULL);
+    check_cache(kv);
     tkv_destroy(kv);
     cfg.limits.max_tokens = 400;
     kv = create_cache_in_place(&cfg, &arena, 0);
@@ -465,6 +469,28 @@ TEST(slides_past_sinks_beyond_a_window) {
     }
 }
 
+/* A sink beyond the window that is none any more has expired. The others of its block stay, and so do tokens that the
+ * window has not passed. */
+TEST(sinks_lose_their_names_one_by_one) {
+    tkv_config cfg = make_sinks_config(1);
+    tkv_cache *kv = create_cache(&cfg);
+    uint8_t tier[400];
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 50, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 0, 20, 2, 1), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 350, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 0, 390, 1, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 0, 20, 1, 0), TKV_OK);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 1, 0, 400, tier), TKV_OK);
+    CHECK(tier[20] == TKV_TOKEN_GONE && tier[21] == TKV_TIER_HOT);
+    check_read(kv, 0, 1, 1, 21, 1, TKV_F16);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 0, 390, 1, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_set_sinks(kv, 0, 21, 1, 0), TKV_OK);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 1, 0, 400, tier), TKV_OK);
+    CHECK(tier[21] == TKV_TOKEN_GONE && tier[390] == TKV_TIER_HOT);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 /* The path of a draft that stays takes its sinks along, to other indices. */
 TEST(kept_paths_keep_named_sinks) {
     const int indices[] = {102, 104, 105};
@@ -541,6 +567,7 @@ int main(int argc, char **argv) {
     RUN(cuts_forget_named_sinks);
     RUN(named_sinks_move);
     RUN(slides_past_sinks_beyond_a_window);
+    RUN(sinks_lose_their_names_one_by_one);
     RUN(kept_paths_keep_named_sinks);
     RUN(blocks_of_named_sinks_merge);
     RUN(forgotten_sinks_are_compressed);

@@ -507,6 +507,23 @@ TEST(check_finds_pages_that_could_be_one) {
     tkv_destroy(kv);
 }
 
+/* A block that no list holds any more, and that was not freed. */
+TEST(check_finds_a_lost_block) {
+    tkv_cache *kv = make_cache_to_damage();
+    tkvi_list *list = tkvi_list_of(kv, 0, 0);
+    const uint32_t id = tkvi_ids(kv, 0, 0)[list->n - 1];
+    tkvi_entry *e = &kv->pool.entry[id];
+    list->n--;
+    list->len = e->start;
+    list->chunk_start = tkvi_min(list->chunk_start, list->len);
+    e->in_use = 0;
+    e->block = kv->pool.free_entry;
+    kv->pool.free_entry = id;
+    kv->pool.n_entries--;
+    expect_reason(kv, "blocks count other holders than the lists have");
+    tkv_destroy(kv);
+}
+
 /* tkv_check reports indices beyond the end of their tables and does not follow them. */
 TEST(check_survives_wild_indices) {
     unsigned char saved[64];
@@ -1234,6 +1251,7 @@ int main(int argc, char **argv) {
     RUN(check_names_a_damaged_meter);
     RUN(check_names_damaged_states);
     RUN(check_finds_pages_that_could_be_one);
+    RUN(check_finds_a_lost_block);
     RUN(check_survives_wild_indices);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);
