@@ -463,10 +463,15 @@ TEST(what_queries_taught_is_saved) {
     const unsigned char *e = find_in_index(file, n, 7, 0);
     unsigned char *end = file + get64(e + 8) + get64(e + 16);
     tkv_cache *b = create_cache(&cfg);
-    put32(end - 4, 0x7c000000);
-    repair_index(file, n);
-    CHECK_EQ(load_cache(b, file, n), TKV_ERR_DATA);
-    CHECK(strstr(tkv_get_last_error(b), "numbers of the saved cache") != NULL);
+    for (int i = 0; i < 2; i++) {
+        const size_t place = (size_t)(e - file);
+        if (i == 0) put32(end - 4, 0x7c000000);
+        else memset(end - 4, 0, 4), put64(file + place + 16, get64(file + place + 16) - 4);
+        repair_index(file, n);
+        CHECK_EQ(load_cache(b, file, n), TKV_ERR_DATA);
+        CHECK_MSG(strstr(tkv_get_last_error(b), "numbers of the saved cache") != NULL, "%s",
+                  tkv_get_last_error(b));
+    }
     for (int i = 0; i < 2; i++) tkv_destroy(kv[i]);
     tkv_destroy(b);
 }
@@ -678,6 +683,18 @@ TEST(holders_of_blocks_are_checked) {
     unsigned char *e = twin_file + (find_in_index(file, n, 7, 0) - file);
     put32(e + 4, 1); /* the numbers of the cache are gone */
     check_refused_words(b, n, TKV_ERR_DATA, "numbers of the saved cache", 200);
+    /* the same while blocks stay in the file: it is let go */
+    unsigned char *at = scratch + (64 - (uintptr_t)scratch % 64) % 64;
+    tkv_load_params load = load_params(TKV_ALL_SEQS);
+    load.attach = 1;
+    load.release = count_release;
+    n_released = 0;
+    memcpy(at, file, n);
+    put32(at + (number_of_run(n, 3, 0, 1, OF_NEXT) - twin_file), 50);
+    repair_index(at, n);
+    CHECK_EQ(tkv_seq_load(b, &load, at, n, NULL), TKV_ERR_DATA);
+    check_cache_at(b, "attached", 0);
+    CHECK_EQ(n_released, 0); /* the caller was never told to keep it */
     CHECK_EQ(load_cache(b, file, n), TKV_OK);
     check_same_future(a, b, "after wrong holders", 1);
     tkv_destroy(a);
