@@ -1900,6 +1900,43 @@ TEST(large_logits_near_ties) {
             }
 }
 
+/* The first and the last key of the block before the newest, and the newest key: 1e7, 3e7 and 8e7 in a channel. As a
+ * reference, the median would round the other logits to multiples of 2. */
+TEST(large_keys_apart) {
+    enum { LEN = 200, DIM = 32 };
+    static const int rows[] = {1, 24};
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
+    int isa, i, t, r;
+    for (isa = 0; isa < n_isas; isa++)
+        for (i = 0; i < 2; i++) {
+            tkv_config cfg = make_config(2, 1, DIM, DIM);
+            tkv_attend_params p;
+            fixture f;
+            float *k = allocate_floats(LEN * DIM), *v = allocate_floats(LEN * DIM),
+                  *q = allocate_floats(rows[i] * 2 * DIM);
+            cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+            cfg.tiers.hot_tokens = TKV_UNLIMITED;
+            cfg.host.isa = isas[isa];
+            if (!open_fixture(&f, &cfg, (uint64_t)i)) return;
+            tkv_rng_fill(&f.rng, v, LEN * DIM, 1.0);
+            for (t = 0; t < LEN; t++) k[t * DIM] = (float)tkv_rng_below(&f.rng, 256) / 64.0f;
+            for (t = 128; t < LEN; t++) k[t * DIM] = t < 150 ? 1e7f : t < LEN - 1 ? 3e7f : 8e7f;
+            append_to_fixture(&f, 0, 0, k, v, LEN, 100);
+            read_fixture_back(&f);
+            for (r = 0; r < rows[i] * 2; r++) q[r * DIM] = -1.0f; /* the large keys have no weight */
+            memset(&p, 0, sizeof p);
+            p.q = q;
+            p.n = rows[i];
+            p.scale = 1.0f;
+            (void)check_call(&f, &p, LSE, tkv_get_name(TKV_NAME_ISA, (int)isas[isa]));
+            free(k);
+            free(v);
+            free(q);
+            close_fixture(&f);
+        }
+}
+
 TEST(equal_keys) {
     int kind;
     for (kind = 0; kind < 3; kind++) {
@@ -2433,6 +2470,7 @@ int main(int argc, char **argv) {
     RUN(extreme_queries);
     RUN(nonfinite_queries);
     RUN(large_logits_near_ties);
+    RUN(large_keys_apart);
     RUN(equal_keys);
     RUN(bad_arguments);
     RUN(outlier_newest_key);
