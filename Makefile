@@ -22,7 +22,7 @@ help:
 	@echo 'make picture    draws the picture of `make run` in the README'
 	@echo 'make test       runs all tests; the last line counts them; QUIET=-q shows only failing programs'
 	@echo 'make coverage   measures with gcov which lines and branches the C tests run; ARGS="--lines PART" lists the others'
-	@echo 'make mutate [N=300]    changes one place of src/ at a time and looks whether a test fails; after make coverage'
+	@echo 'make mutate [N=300]    changes one place of src/ at a time and looks whether a test fails'
 	@echo 'make soak       tests for an hour: a day of a chat server, threads, failing disks (bench/SOAK.md)'
 	@echo 'make bounds     searches inputs that break the error bounds of formats and attention, BOUNDS_SECONDS (60) for'
 	@echo '                each of 84 rows (bench/BOUNDS.md)'

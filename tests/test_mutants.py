@@ -49,11 +49,28 @@ int main(void) {
 }
 """,
 }
+TWO = """#include "../tieredkv.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#ifndef TKV_TEST_TRACE
+#define tkv_test_trace(name) (void)(name)
+#else
+void tkv_test_trace(const char *name);
+#endif
+static int n;
+static int wrong(const char *name, int x, int y) {
+    int bad = strstr(name, getenv("TKV_TEST_FILTER") ? getenv("TKV_TEST_FILTER") : "") && clip(x, 6, &n) != y;
+    tkv_test_trace(name);
+    return bad;
+}
+int main(void) { return wrong("usual", 5, 5) || wrong("rare", -77, 3); }
+"""
 
 
 class Tools(unittest.TestCase):
     def setUp(self):
-        for tool in ("gcc", "gcov"):
+        for tool in ("gcc", "gcov", "objdump"):
             if not shutil.which(tool):
                 programs.missing("%s is missing" % tool)
         self.root = tempfile.mkdtemp()
@@ -105,12 +122,10 @@ class Tools(unittest.TestCase):
         self.assertIn("test_toy fails\n", said)
 
     def test_mutants(self):
-        self.assertEqual(self.tool("mutate")[0], 1)  # no coverage yet
-        self.tool("coverage")
         status, said = self.tool("mutate", "-n", "100", "--least", "95")
         self.assertIn("score ", said)
         self.assertEqual(status, 1)
-        rows = [line.split("\t") for line in self.read("build/mutants.txt").split("\n")[1:-1]]
+        rows = self.rows()
         verdict = {row[1]: row[0] for row in rows}
         self.assertEqual(set(verdict.values()), {"killed", "survived"})
         self.assertEqual(verdict["rules/clip.h:11"], "survived")  # no test runs it
@@ -125,6 +140,23 @@ class Tools(unittest.TestCase):
         self.assertEqual(status, 0, said)
         self.assertIn("0 survived, %d argued" % len(survivors), said)
         self.assertIn("score 100.0 %", said)
+
+    def rows(self):
+        return [line.split("\t") for line in self.read("build/mutants.txt").split("\n")[1:-1]]
+
+    def test_users(self):
+        # a test that fails without the mutant kills nothing; of two tests, the one that runs the line is tried
+        self.write("tests/test_bad.c", '#include "../tieredkv.h"\n#include <stdio.h>\n'
+                                       'int main(void) { int n; return printf("%d", clip(-77, 6, &n)) < 9; }\n')
+        self.tool("mutate", "-n", "100")
+        self.assertEqual({row[1]: (row[0], row[4]) for row in self.rows()}["rules/clip.h:11"],
+                         ("survived", "0 of 1 tests, 0 s"))
+        self.write("tests/test_two.c", TWO)
+        os.remove(os.path.join(self.root, "build", "mutants.txt"))
+        said = self.tool("mutate", "-n", "100")[1]
+        self.assertRegex(said, r"test_two +0\.\d s, 3 tests\n")  # with what runs outside of both
+        verdict = {row[1]: (row[0], row[4].split(",")[0]) for row in self.rows()}
+        self.assertEqual(verdict["rules/clip.h:11"], ("killed", "test_two rare"))
 
     def test_places(self):
         text = "int f(int a) { /* a < 1 */\n    int b[4] = {0};\n    if (a < -2 && !b[0]) return g(\"1 + 2\");\n" \

@@ -27,6 +27,7 @@
  * Environment:
  *     TKV_ISA          auto, scalar, avx2, avx512, neon or wasm: forces the kernels. Tests put tkv_test_isa() into
  *                      cfg.host.isa.
+ *     TKV_TEST_FIRST   1: the first failed check ends the program.
  *     TKV_TEST_QUICK   1: slow tests run a smaller version (tkv_test_quick()). Set under emulators.
  *     TKV_TEST_LONG    1: test_model reads all of its text, test_states takes 3.3 GB, test_save saves a growing chat
  *                      10,000 times, test_latents and test_shapes try all pairs of formats with all shapes
@@ -53,6 +54,7 @@ enum { TKV_TEST_SHOWN = 10 }; /* failed checks printed per test; more are only c
 typedef struct tkv_test_state {
     const char *filter;
     int list;                    /* 1: only prints the names of tests */
+    int first;                   /* 1: the first failed check ends the program */
     int isa_missing;             /* the instruction set of TKV_ISA is missing, so every test is skipped */
     int passed, failed, skipped; /* tests */
     int n_checks, n_bad;         /* checks, and failed ones, of the running test */
@@ -89,6 +91,10 @@ static tkv_test_state tkv_test_;
 #define TKV_TEST_PRINTF(fmt, args)
 #endif
 
+#ifdef TKV_TEST_TRACE /* tools/mutate.py: notes which code ran since its last call */
+void tkv_test_trace(const char *name);
+#endif
+
 /* Counts one check. Returns 1 if the caller must print a failure, after printing where it happened. */
 static inline int tkv_test_note_(int ok, const char *file, int line, const char *what) {
     tkv_test_.n_checks++;
@@ -96,6 +102,7 @@ static inline int tkv_test_note_(int ok, const char *file, int line, const char 
     if (tkv_test_.n_bad++ == 0) printf("\n");
     if (tkv_test_.n_bad > TKV_TEST_SHOWN) return 0;
     printf("    %s:%d: %s", file, line, what);
+    if (tkv_test_.first) exit(1);
     return 1;
 }
 
@@ -278,6 +285,7 @@ static inline void tkv_rng_fill(tkv_rng *r, float *x, size_t n, double sd) { /* 
 /* >>running */
 static inline void tkv_test_begin(int argc, char **argv) {
     tkv_isa isa = tkv_test_isa();
+    tkv_test_.first = getenv("TKV_TEST_FIRST") != NULL;
     if (argc > 1 && strcmp(argv[1], "--list") == 0) tkv_test_.list = 1;
     else tkv_test_.filter = argc > 1 ? argv[1] : getenv("TKV_TEST_FILTER");
     if (isa == TKV_ISA_COUNT) {
@@ -305,6 +313,9 @@ static inline void tkv_test_run_(const char *name, void (*test)(void)) {
     printf("  %-42s", name);
     fflush(stdout); /* shows the name of a test that crashes */
     if (!t->isa_missing) test();
+#ifdef TKV_TEST_TRACE
+    tkv_test_trace(name);
+#endif
     if (t->n_bad > TKV_TEST_SHOWN) printf("    ... %d more\n", t->n_bad - TKV_TEST_SHOWN);
     if (t->n_bad) {
         t->failed++;

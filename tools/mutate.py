@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
-"""Changes one place of src/ at a time, and looks whether a test fails. First run tools/coverage.py: it says which
-programs run a line. Needs gcc; of Python, the standard library.
+"""Changes one place of src/ at a time, and looks whether a test fails. Needs gcc, and objdump of binutils; of Python,
+the standard library.
 
     python3 tools/mutate.py [-n 300] [--seed 1]      writes build/mutants.txt, prints survivors and the score
         --parts WORD ...    only parts with a word in their names
         --list              prints the mutants that it would run
         --least PERCENT     fails below this score
+        --most SECONDS      ends a mutant after this time, as a survivor (600)
         --jobs N            mutants at a time
 
 Kinds, in equal shares: a comparison or its bound, && and ||, a sign, a constant, a statement that is left out. A
-quarter is in the kernels of AVX2, the rest in all parts but the kernels of other instruction sets. Programs that run
-the changed line are compiled with it, the fastest first; the first failed check ends the mutant. gcc compiles kernels
-for AVX2, other parts without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second,
-but has no atomics and skips tests, so gcc compiles what survives. A run with the same header keeps old verdicts.
+quarter is in the kernels of AVX2, the rest in all parts but the kernels of other instruction sets. A first run notes
+which lines each test runs (build/mutants/map). Tests that run the changed line are tried, those that end soonest
+first; the first failed check ends the mutant. A test counts only if it passes without the mutant. Other parts than
+kernels are compiled without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second.
+gcc takes the tests that tcc cannot compile, skips or fails. A run with the same header keeps old verdicts.
 
-Verdicts: killed, timeout (a program used six times its processor time), survived, invalid (it does not compile),
-argued: tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but
-invalid and argued.
+Verdicts: killed, timeout (a test used six times its processor time), survived, invalid (it does not compile), argued:
+tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but invalid and
+argued.
 """
 import argparse
+import bisect
 import concurrent.futures
 import hashlib
 import json
@@ -46,9 +49,12 @@ OTHER_MACHINES = re.compile(r"kernels/(neon|wasm|avx512|vectors_128)\.h|kernels/
 WITHOUT_VECTORS = re.compile(r"(?!kernels/)|kernels/scalar\.h")
 TCC = ["tcc", "-w", "-DTKV_NO_SIMD"]
 SCALAR = ["gcc", "-O0", "-w", "-DTKV_NO_SIMD"]
-AVX2 = ["gcc", "-O1", "-w", "-DTKV_NO_AVX512"]
+AVX2 = ["gcc", "-O0", "-w", "-DTKV_NO_AVX512"]  # kernels have -O1
+ASSERTS = ["-include", "assert.h", "-DTKV_ASSERT=assert"]  # of the library, as in `make test`
+TRACED = AVX2 + ["-g", "-fno-pie", "-fsanitize-coverage=trace-pc", "-DTKV_TEST_TRACE", "-DTKV_COVERAGE"]
 MEMORY = 4 << 30  # bytes that a program may map
 known = threading.Lock()
+shared = []  # blocks of the library, and its lines
 
 
 # >>places
@@ -152,120 +158,309 @@ def read_arguments(text):
     return out
 
 
+# >>which lines a test runs
+# gcc lets each basic block of the library call a function, which notes the address. After each test, tkv_test.h writes
+# the addresses. objdump says which lines a block has.
+TRACE = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+enum { ROOM = 1 << 25 };
+static unsigned char seen[ROOM];
+static FILE *out;
+static clock_t began;
+extern char __executable_start[], etext[];
+void __sanitizer_cov_trace_pc(void) {
+    size_t at = (size_t)((char *)__builtin_return_address(0) - __executable_start);
+    if (at < ROOM) seen[at] = 1;
+}
+void tkv_test_trace(const char *name) {
+    size_t i, n = (size_t)(etext - __executable_start);
+    if (!out) {
+        out = fopen(getenv("TRACE_OUT"), "w");
+        fprintf(out, "%lx\\n", (unsigned long)(size_t)__sanitizer_cov_trace_pc);
+    }
+    fprintf(out, "%s %.3f", name, (double)(clock() - began) / (double)CLOCKS_PER_SEC);
+    for (i = 0; i < n && i < ROOM; i++) {
+        if (seen[i]) fprintf(out, " %lx", (unsigned long)(size_t)(__executable_start + i));
+        seen[i] = 0;
+    }
+    fprintf(out, "\\n");
+    fflush(out);
+    began = clock();
+}
+__attribute__((destructor)) static void end(void) { tkv_test_trace(""); }
+"""
+CALL = re.compile(r"<__sanitizer_cov_trace_pc>\n(?:\n.*\n)?\s*([0-9a-f]+):")
+ROW = re.compile(r"^(\S+)\s+(\d+|-)\s+0x([0-9a-f]+)", re.M)
+
+
+def blocks_of(path):
+    """Returns {address after a block's call: lines of the header}, and all lines of the header with code. Programs that
+    link the library have its blocks at the same distance from the function that they call."""
+    after = sorted(int(a, 16) for a in CALL.findall(coverage.run(["objdump", "-d", "--no-show-raw-insn", path]).stdout))
+    rows = sorted((int(at, 16), int(line) if line != "-" and file == "tieredkv.h" else 0) for file, line, at in
+                  ROW.findall(coverage.run(["objdump", "--dwarf=decodedline", path]).stdout))
+    starts = [bisect.bisect_right(rows, (at - 1, 1 << 30)) - 1 for at in after]  # the row of the call
+    blocks = {}
+    for at, start, end in zip(after, starts, starts[1:] + [len(rows)]):
+        while start > 0 and rows[start - 1][0] == rows[start][0]:
+            start -= 1
+        blocks[at] = set(line for _, line in rows[start:max(end, start + 1)] if line)
+    return blocks, set(line for _, line in rows if line)
+
+
+def map_of(program, text):
+    """Runs a program once. Returns {"key", "lines": those with code, "tests": {name: [seconds, lines that it runs]}}.
+    Lines are bits of a number. The name "" stands for what runs outside of tests, also in a program without any."""
+    file, key = os.path.join(DIR, "map", program + ".json"), coverage.keys_of(program, text + TRACE, False)[1]
+    try:
+        with open(file) as f:
+            one = json.load(f)
+        if one["key"] == key:
+            return one
+    except (OSError, ValueError):
+        pass
+    folder = os.path.join(DIR, "traced")
+    library, path = os.path.join(folder, "tieredkv.o"), os.path.join(folder, program)
+    trace, out = os.path.join(folder, "trace.c"), os.path.join(folder, program + ".txt")
+    with known:
+        if not os.path.exists(library) or (coverage.read(folder, "tieredkv.h"), coverage.read(trace)) != (text, TRACE):
+            coverage.write_copy(folder, text)
+            coverage.write(trace, TRACE)
+            parts = [library[:-1] + "part.o", trace[:-1] + "o"]
+            coverage.compile_or_exit(TRACED + ["-c", os.path.join(folder, "tieredkv.c"), "-o", parts[0]])
+            coverage.compile_or_exit(["gcc", "-O2", "-fno-pie", "-c", trace, "-o", parts[1]])
+            coverage.compile_or_exit(["gcc", "-r", "-nostdlib"] + parts + ["-o", library])
+    words = TRACED if coverage.is_white(program) else [w for w in TRACED if not w.startswith("-fs")]
+    coverage.compile_or_exit(words + coverage.words_of(program, folder) +
+                             [library, "-no-pie", "-o", path, "-lm", "-pthread"])
+    env = dict(os.environ, TKV_TEST_QUICK="1", TRACE_OUT=out)
+    began = time.time()
+    if coverage.run([path], env=env, timeout=coverage.LIMIT).returncode:
+        print("%s fails in %s" % (program, " ".join(TRACED)), flush=True)
+    first, *rows = coverage.read(out).split("\n")[:-1]
+    place = int(first, 16)
+    with known:
+        if coverage.is_white(program) or not shared:
+            blocks, lines = blocks_of(path)
+            blocks = {at - place: ran for at, ran in blocks.items()}
+            if not coverage.is_white(program):
+                shared.extend((blocks, lines))
+        else:
+            blocks, lines = shared
+    tests = {}
+    for row in rows:
+        name, used, addresses = re.match(r"(\w*) ([\d.]+)(.*)", row).groups()
+        ran = set().union(*(blocks.get(int(a, 16) - place, ()) for a in addresses.split()))
+        tests[name] = [float(used), "%x" % sum(1 << line for line in ran)]
+    one = {"key": key, "lines": "%x" % sum(1 << line for line in lines), "tests": tests}
+    coverage.write(file, json.dumps(one))
+    os.remove(path)
+    os.remove(out)
+    print("%-24s %6.1f s, %d tests" % (program, time.time() - began, len(tests)), flush=True)
+    return one
+
+
 # >>programs
 class Failed(Exception):
     """A program does not compile."""
 
 
-def build(words, program, folder):
-    """Compiles the copy of the header in a folder and a program. Returns the program's path."""
-    library, path = os.path.join(folder, "library.o"), os.path.join(folder, program)
-    commands = [words + coverage.words_of(program, folder) + [library, "-o", path, "-lm", "-pthread"]]
-    if not os.path.exists(library):
-        commands.insert(0, words + ["-c", os.path.join(folder, "tieredkv.c"), "-o", library])
-    for command in commands:
-        done = coverage.run(command)
-        if done.returncode:
-            raise Failed(done.stdout)
+def with_fast_kernels(text, origins, words):
+    """Returns the header for a compiler: kernels of AVX2 have -O1."""
+    return coverage.instrumented(text, origins) if words == AVX2 else text
+
+
+def compile_or_fail(words):
+    done = coverage.run(words)
+    if done.returncode:
+        raise Failed(done.stdout)
+
+
+def build_library(words, folder):
+    compile_or_fail(words + ASSERTS + ["-c", os.path.join(folder, "tieredkv.c"), "-o",
+                                       os.path.join(folder, "library.o")])
+
+
+def build(words, program, folder, objects):
+    """Compiles a program with the copy of the header in a folder, and links the library there. objects: a folder where
+    the program's object may come from, or None. Returns the program's path."""
+    path, source = os.path.join(folder, program), coverage.words_of(program, folder)
+    if objects and not coverage.is_white(program):
+        obj = os.path.join(objects, program + ".o")
+        with known:
+            if not os.path.exists(obj):
+                compile_or_fail(words + coverage.words_of(program, objects) + ["-c", "-o", obj])
+        source = [obj]
+    compile_or_fail(words + source + [os.path.join(folder, "library.o"), "-o", path, "-lm", "-pthread"])
     return path
 
 
-def run(path, words, cpu, wall):
-    """Runs a program until its first failed test. Returns passed, killed or timeout, and its processor time."""
+def run(path, words, test, cpu):
+    """Runs a test until its first failed check. Returns passed, skipped, killed or timeout, and its processor time."""
     def limit():
         resource.setrlimit(resource.RLIMIT_CPU, (int(cpu) + 1, int(cpu) + 2))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    env = dict(os.environ, TKV_TEST_QUICK="1", TKV_ISA="auto" if "-DTKV_NO_SIMD" in words else "avx2")
+    env = dict(os.environ, TKV_TEST_QUICK="1", TKV_TEST_FIRST="1", TKV_TEST_FILTER=test)
     p = subprocess.Popen([path], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=limit)
     late = threading.Event()
-    timer = threading.Timer(wall, lambda: (late.set(), os.kill(p.pid, signal.SIGKILL)))
+    timer = threading.Timer(10 * cpu + 60, lambda: (late.set(), os.kill(p.pid, signal.SIGKILL)))
     timer.start()  # Popen.kill() would wait for the process, and lose its times
-    failed = False
-    for line in p.stdout:
-        if b"FAILED" in line and not failed:
-            failed = True
-            os.kill(p.pid, signal.SIGKILL)
+    said = p.stdout.read()
     _, status, used = os.wait4(p.pid, 0)
     p.returncode = status
     p.stdout.close()
     timer.cancel()
     seconds = used.ru_utime + used.ru_stime
-    if failed:
-        return "killed", seconds
     if late.is_set() or seconds >= cpu:
         return "timeout", seconds
-    return "killed" if status else "passed", seconds
+    return "killed" if status else "skipped" if b" skipped" in said else "passed", seconds
 
 
 class Baseline:
-    """What programs do without a mutant: their seconds, or None if they fail with these flags."""
+    """What tests do without a mutant."""
 
-    def __init__(self, text):
-        self.text, self.file = text, os.path.join(DIR, "baseline.json")
+    def __init__(self, text, origins):
+        self.text, self.origins, self.file = text, origins, os.path.join(DIR, "baseline.json")
         self.key = hashlib.sha256((text + repr((TCC, SCALAR, AVX2))).encode()).hexdigest()
         try:
             with open(self.file) as f:
                 data = json.load(f)
         except (OSError, ValueError):
             data = {}
-        self.seconds = data.get("seconds", {}) if data.get("key") == self.key else {}
-        if not self.seconds:
-            shutil.rmtree(DIR, ignore_errors=True)
+        self.known = data.get("known", {}) if data.get("key") == self.key else {}
+        if not self.known:
+            shutil.rmtree(os.path.join(DIR, "objects"), ignore_errors=True)
 
-    def of(self, program, words):
-        name = "%s %s" % (program, " ".join(words))
+    def objects(self, words):
+        """Returns a folder with objects of programs and of the library, all without a mutant."""
+        folder = os.path.join(DIR, "objects", "-".join(words).replace("-D", ""))
         with known:
-            if name not in self.seconds:
-                folder = os.path.join(DIR, "-".join(words).replace("-D", ""))
-                coverage.write_copy(folder, self.text)
-                try:
-                    path = build(words, program, folder)
-                    verdict, seconds = run(path, words, 1800, 3600)
-                    os.remove(path)
-                except Failed:
-                    verdict, seconds = "invalid", 0
-                self.seconds[name] = seconds if verdict == "passed" else None
-                coverage.write(self.file, json.dumps({"key": self.key, "seconds": self.seconds}))
-            return self.seconds[name]
+            if not os.path.exists(os.path.join(folder, "library.o")):
+                coverage.write_copy(folder, with_fast_kernels(self.text, self.origins, words))
+                build_library(words, folder)
+        return folder
 
-
-def judge(mutant, number, text, origins, users, baseline):
-    """Returns a verdict and what gave it. users: {(part, line): programs, the fastest first}."""
-    _, part, line, _, new = mutant
-    programs, lines = users.get((part, line), []), text.split("\n")
-    for i, origin in enumerate(origins):
-        if origin == (part, line):
-            lines[i] = new
-    for words in ([TCC] if shutil.which("tcc") else []) + [SCALAR] if WITHOUT_VECTORS.match(part) else [AVX2]:
-        verdict, by = judge_with(words, "\n".join(lines), os.path.join(DIR, str(number)), programs, baseline)
-        if verdict != "survived" or not programs:
-            break
-    return verdict, by
-
-
-def judge_with(words, text, folder, programs, baseline):
-    """The same for one compiler. text: the changed header."""
-    seen = 0
-    try:
-        for program in programs:
-            usual = baseline.of(program, words)
-            if usual is None:
-                continue
-            if not seen:
-                coverage.write_copy(folder, text)
-            seen += 1
+    def of(self, program, test, words):
+        """Returns a verdict and seconds; the verdict is invalid if the program does not compile with these words."""
+        name = "%s %s %s" % (program, test, " ".join(words))
+        if name not in self.known:
             try:
-                path = build(words, program, folder)
+                folder = self.objects(words)
+                path = os.path.join(folder, program)
+                if not os.path.exists(path):
+                    build(words, program, folder, folder)
+                result = run(path, words, test, coverage.LIMIT)
             except Failed:
-                return "invalid", ""
-            verdict, seconds = run(path, words, 6 * usual + 3, 60 * usual + 120)
-            os.remove(path)
-            if verdict != "passed":
-                return verdict, "%s, %.1f s" % (program, seconds)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return "survived", "%d programs" % seen
+                result = ("invalid", 0)
+            with known:
+                self.known[name] = result
+                coverage.write(self.file, json.dumps({"key": self.key, "known": self.known}))
+        return self.known[name]
+
+
+class Users:
+    """Programs and tests by the lines that they run."""
+
+    def __init__(self, maps):
+        self.lines = 0
+        self.tests = []
+        for program, one in maps.items():
+            self.lines |= int(one["lines"], 16)
+            named = [(test, seconds, int(ran, 16)) for test, (seconds, ran) in one["tests"].items()]
+            inside = 0
+            for test, seconds, ran in named:
+                if test:
+                    inside |= ran
+                self.tests.append((seconds, program, test, ran & ~inside if not test else ran))
+
+    def of(self, lines):
+        """Returns [(seconds, program, test)] that run one of these lines."""
+        wanted = sum(1 << line for line in lines)
+        return sorted(t[:3] for t in self.tests if t[3] & wanted)
+
+
+def judge(mutant, number, text, origins, users, baseline, most):
+    """Returns a verdict and what gave it."""
+    _, part, line, _, new = mutant
+    lines = text.split("\n")
+    at = [i for i, origin in enumerate(origins) if origin == (part, line)]
+    is_inside = min(at) > next(i for i, old in enumerate(lines) if old == "#ifdef TIEREDKV_IMPLEMENTATION")
+    for i in at:
+        lines[i] = new
+    tests, spent = users.of([i + 1 for i in at]), 0.0
+    rest = tests
+    for words in ([TCC] if shutil.which("tcc") else []) + [SCALAR] if WITHOUT_VECTORS.match(part) else [AVX2]:
+        changed = with_fast_kernels("\n".join(lines), origins, words)
+        one = Judge(words, changed, os.path.join(DIR, str(number)), baseline, is_inside)
+        verdict, by, rest, used = one.judge(rest, most - spent)
+        spent += used
+        if verdict:
+            return verdict, by
+    return "survived", "%d of %d tests, %.0f s" % (len(tests) - len(rest), len(tests), spent)
+
+
+class Judge:
+    """Tests of a mutant with one compiler."""
+
+    def __init__(self, words, text, folder, baseline, is_inside):
+        self.words, self.folder, self.baseline = words, folder, baseline
+        self.objects = baseline.objects(words) if is_inside else None
+        self.built, self.text = {}, text
+
+    def program(self, name):
+        """Returns the path of a program, or None if it does not compile."""
+        if name not in self.built:
+            try:
+                self.built[name] = build(self.words, name, self.folder, self.objects)
+            except Failed:
+                self.built[name] = None
+        return self.built[name]
+
+    def cost(self, item):
+        seconds, program, _ = item
+        if program in self.built:
+            return seconds
+        slow = self.words[0] == "gcc"
+        return seconds + (3.0 if slow and coverage.is_white(program) else 0.5 if slow else 0.2)
+
+    def verdict_of(self, seconds, program, test):
+        """Returns what one test gives. Skipped: it says nothing with this compiler."""
+        path = self.program(program)
+        if not path:
+            return ("skipped" if self.baseline.of(program, test, self.words)[0] == "invalid" else "invalid"), 0
+        verdict, used = run(path, self.words, test, 6 * seconds + 3)
+        if verdict in ("killed", "timeout"):
+            usual, longer = self.baseline.of(program, test, self.words)
+            if usual != "passed":
+                return "skipped", used
+            if verdict == "timeout" and longer > seconds:
+                verdict, used = run(path, self.words, test, 6 * longer + 3)
+        return verdict, used
+
+    def judge(self, tests, most):
+        """Returns a verdict or "", what gave it, the tests that said nothing, and seconds."""
+        began, rest, left = time.time(), list(tests), []
+        try:
+            while rest and time.time() - began < most:
+                if not os.path.exists(self.folder):
+                    coverage.write_copy(self.folder, self.text)
+                    try:
+                        build_library(self.words, self.folder)
+                    except Failed:
+                        return "invalid", "", [], 0
+                item = min(rest, key=self.cost)
+                rest.remove(item)
+                verdict, used = self.verdict_of(*item)
+                if verdict == "skipped":
+                    left.append(item)
+                elif verdict != "passed":
+                    return verdict, "%s %s, %.1f s" % (item[1], item[2], time.time() - began), [], 0
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return "", "", left + rest, time.time() - began
 
 
 # >>reports
@@ -297,28 +492,22 @@ def main(args):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", nargs="+", default=[""])
     parser.add_argument("--least", type=float, default=0.0)
+    parser.add_argument("--most", type=float, default=600.0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args(args)
     product = amalgamate.PRODUCTS[0]
     built, _, origins = amalgamate.build(product)
     text = built.decode()
-    lines, users, measured = {}, {}, 0
-    for program in coverage.programs():
-        one = coverage.measured(program)
-        if one is None or one["keys"][0] != coverage.keys_of(program, text, False)[0]:
-            print("%s was not measured with this header" % program)
-            continue
-        measured += 1
-        for at, (ran, _) in one["counts"].items():
-            origin = origins[at - 1]
-            if origin and not OTHER_MACHINES.match(origin[0]) and any(w in origin[0] for w in args.parts):
-                lines.setdefault(origin[0], set()).add(origin[1])
-                if ran:
-                    users.setdefault(origin, set()).add((one["seconds"], program))
-    if not measured:
-        sys.exit("run python3 tools/coverage.py first")
-    users = {at: [p for _, p in sorted(programs)] for at, programs in users.items()}
+    traced = coverage.instrumented(text, origins)
+    names = coverage.programs()
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        users = Users(dict(zip(names, pool.map(lambda p: map_of(p, traced), names))))
+    lines = {}
+    for at, origin in enumerate(origins):
+        if origin and users.lines >> (at + 1) & 1 and not OTHER_MACHINES.match(origin[0]) and \
+                any(w in origin[0] for w in args.parts):
+            lines.setdefault(origin[0], set()).add(origin[1])
     mutants = []
     for part in sorted(lines):
         mutants += places(part, coverage.read(product.src, part), lines[part])
@@ -330,7 +519,7 @@ def main(args):
     key = "# header %s" % hashlib.sha256(built).hexdigest()
     rows = read_rows(coverage.read(LIST), key) if os.path.exists(LIST) else {}
     reasons = read_arguments(coverage.read(ARGUED)) if os.path.exists(ARGUED) else {}
-    baseline = Baseline(text)
+    baseline = Baseline(text, origins)
     began, verdicts = time.time(), []
 
     def verdict_of(number):
@@ -338,7 +527,8 @@ def main(args):
         if (m[1],) + name_of(m)[1:] in reasons:
             return "argued", ""
         old = rows.get(name_of(m), ("argued", ""))
-        return old if old[0] != "argued" else judge(m, number, text, origins, users, baseline)
+        return old if old[0] != "argued" else \
+            judge(m, number, text, origins, users, baseline, args.most)
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for m, result in zip(chosen, pool.map(verdict_of, range(len(chosen)))):
