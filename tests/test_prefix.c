@@ -360,6 +360,67 @@ TEST(wrong_values_end_the_prefix) {
     tkv_destroy(b);
 }
 
+/* Values under the right hash, with right sums, that somebody else wrote: one number or block of the page is wrong. */
+TEST(forged_values_are_refused) {
+    enum {
+        HEAD = 2,
+        SAVED = HEAD + TKV_PAGE_TOKENS,
+        GOOD,
+        PAGE,
+        FEWER_STATES,
+        MORE_STATES,
+        TOKEN,
+        NUMBERS,
+        BLOCKS,
+        CASES
+    };
+    const tkv_config cfg = config_of(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_prefix_params p = params_of(0, 1000);
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    kept_value good;
+    tkv_load_params load;
+    int numbers[SAVED], i;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1000, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, NULL), TKV_OK);
+    CHECK_EQ(s.n, 3);
+    good = s.value[1];
+    memset(&load, 0, sizeof load);
+    load.seq = 1;
+    load.model = &good.hash;
+    load.model_bytes = sizeof good.hash;
+    load.tokens = numbers;
+    load.token_capacity = SAVED;
+    CHECK_EQ(tkv_seq_load(a, &load, good.bytes, good.n, NULL), TKV_OK);
+    for (i = GOOD; i < CASES; i++) {
+        int changed[SAVED];
+        tkv_save_params save;
+        memcpy(changed, numbers, sizeof changed);
+        memset(&save, 0, sizeof save);
+        save.seq = 1;
+        save.model = &good.hash;
+        save.model_bytes = sizeof good.hash;
+        save.tokens = changed;
+        save.n_tokens = i == NUMBERS ? SAVED - 1 : SAVED;
+        save.length = i == BLOCKS ? TKV_PAGE_TOKENS - 64 : 0;
+        if (i == PAGE) changed[0]++;
+        if (i == FEWER_STATES) changed[1] = -1;
+        if (i == MORE_STATES) changed[1] = LAYERS + 1;
+        if (i == TOKEN) changed[HEAD + 100] ^= 1;
+        CHECK_EQ(tkv_seq_save(a, &save, NULL, 0, &s.value[1].n), TKV_OK);
+        s.value[1].bytes = (unsigned char *)malloc(s.value[1].n);
+        CHECK_EQ(tkv_seq_save(a, &save, s.value[1].bytes, s.value[1].n, NULL), TKV_OK);
+        CHECK_EQ(adopted_tokens(b, &p, &callbacks, i != GOOD), SINKS + (i == GOOD ? 768 : 256));
+        free(s.value[1].bytes);
+    }
+    s.value[1] = good;
+    check_cache(b);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* >>ages, states, paths */
 TEST(pages_of_other_ages_join) {
     const tkv_config cfg = config_of(0);
@@ -1148,6 +1209,7 @@ int main(int argc, char **argv) {
     RUN(hashes_name_all_that_decides_bytes);
     RUN(golden_hash);
     RUN(wrong_values_end_the_prefix);
+    RUN(forged_values_are_refused);
     RUN(pages_of_other_ages_join);
     RUN(a_prefix_ends_where_states_are);
     RUN(no_prefix_without_its_states);

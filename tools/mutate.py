@@ -6,7 +6,7 @@ the standard library.
         --parts WORD ...    only parts with a word in their names
         --list              prints the mutants that it would run
         --least PERCENT     fails below this score
-        --most SECONDS      ends a mutant after this time, as a survivor (600)
+        --most SECONDS      ends a mutant after this time, as a survivor so far (600)
         --mapped            only programs whose lines are known
         --jobs N            mutants at a time
 
@@ -15,7 +15,8 @@ quarter is in the kernels of AVX2, the rest in all parts but the kernels of othe
 which lines each test runs (build/mutants/map). Tests that run the changed line are tried, those that end soonest
 first; the first failed check ends the mutant. A test counts only if it passes without the mutant. Other parts than
 kernels are compiled without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second.
-gcc takes the tests that tcc cannot compile, skips or fails. A run with the same header keeps old verdicts.
+gcc takes the tests that tcc cannot compile, skips or fails. A run with the same header keeps old verdicts,
+and goes on with survivors that not all tests have tried.
 
 Verdicts: killed, timeout (a test used six times its processor time), survived, invalid (it does not compile), argued:
 tests/mutants.txt says why no test can see it. The score is the share of killed and timeout among all but invalid and
@@ -52,6 +53,8 @@ SCALAR = ["gcc", "-O0", "-w", "-DTKV_NO_SIMD"]
 AVX2 = ["gcc", "-O0", "-w", "-DTKV_NO_AVX512"]  # kernels have -O1
 ASSERTS = ["-include", "assert.h", "-DTKV_ASSERT=assert"]  # of the library, as in `make test`
 TRACED = AVX2 + ["-g", "-fno-pie", "-fsanitize-coverage=trace-pc", "-DTKV_TEST_TRACE", "-DTKV_COVERAGE"]
+BODIES = re.compile(r"#if(?:def| defined\()\s*TIEREDKV_IMPLEMENTATION")
+COMPILING = 20  # seconds that gcc needs on a busy machine
 MEMORY = 4 << 30  # bytes that a program may map
 known = threading.Lock()
 shared = []  # blocks of the library, and its lines
@@ -340,6 +343,7 @@ class Baseline:
         except (OSError, ValueError):
             data = {}
         self.known = data.get("known", {}) if data.get("key") == self.key else {}
+        self.passed = data.get("passed", {}) if data.get("key") == self.key else {}  # {name of a mutant: tests}
         if not self.known:
             shutil.rmtree(os.path.join(DIR, "objects"), ignore_errors=True)
 
@@ -364,10 +368,13 @@ class Baseline:
                 result = run(path, words, test, coverage.LIMIT)
             except Failed:
                 result = ("invalid", 0)
-            with known:
-                self.known[name] = result
-                coverage.write(self.file, json.dumps({"key": self.key, "known": self.known}))
+            self.known[name] = result
+            self.save()
         return self.known[name]
+
+    def save(self):
+        with known:
+            coverage.write(self.file, json.dumps({"key": self.key, "known": self.known, "passed": self.passed}))
 
 
 class Users:
@@ -387,6 +394,7 @@ class Users:
                 if test:
                     inside |= ran
                 self.tests.append((seconds, program, test, ran & ~inside if not test else ran))
+        self.keys = {program: one["key"][:8] for program, one in maps.items() if one}
 
     def of(self, lines):
         """Returns [(seconds, program, test)] that run one of these lines."""
@@ -399,18 +407,26 @@ def judge(mutant, number, text, origins, users, baseline, most):
     _, part, line, _, new = mutant
     lines = text.split("\n")
     at = [i for i, origin in enumerate(origins) if origin == (part, line)]
-    is_inside = min(at) > next(i for i, old in enumerate(lines) if old == "#ifdef TIEREDKV_IMPLEMENTATION")
+    is_inside = min(at) > next(i for i, old in enumerate(lines) if BODIES.match(old))
     for i in at:
         lines[i] = new
     tests, spent = users.of([i + 1 for i in at]), 0.0
-    rest = tests
+
+    def key(item):
+        return " ".join([users.keys[item[1]]] + list(item[1:]))
+    passed = baseline.passed.setdefault("\t".join(name_of(mutant)), [])
+    rest = [item for item in tests if key(item) not in passed]
     for words in ([TCC] if shutil.which("tcc") else []) + [SCALAR] if WITHOUT_VECTORS.match(part) else [AVX2]:
+        if words == SCALAR and spent and most - spent < COMPILING:
+            break
         changed = with_fast_kernels("\n".join(lines), origins, words)
         one = Judge(words, changed, os.path.join(DIR, str(number)), baseline, is_inside)
         verdict, by, rest, used = one.judge(rest, most - spent)
         spent += used
         if verdict:
             return verdict, by
+        passed += [key(item) for item in tests if item not in rest and key(item) not in passed]
+        baseline.save()
     return "survived", "%d of %d tests, %.0f s" % (len(tests) - len(rest), len(tests), spent)
 
 
@@ -523,7 +539,7 @@ def main(args):
     mutants = []
     for part in sorted(lines):
         mutants += places(part, coverage.read(product.src, part), lines[part])
-    chosen = choose(mutants, args.n, args.seed)
+    chosen = sorted(choose(mutants, args.n, args.seed), key=lambda m: not WITHOUT_VECTORS.match(m[1]))  # slow ones last
     print("%d of %d mutants, seed %d" % (len(chosen), len(mutants), args.seed), flush=True)
     if args.list:
         print("\n".join("\t".join(name_of(m)) for m in chosen))
@@ -542,8 +558,8 @@ def main(args):
         if (m[1],) + name_of(m)[1:] in reasons:
             return "argued", ""
         old = rows.get(name_of(m), ("argued", ""))
-        if old[0] == "survived" and old[1].split(",")[0].split(" of ")[-1] != "%d tests" % tests_of(m):
-            old = ("argued", "")  # more tests are known
+        if old[0] == "survived" and not old[1].startswith("%d of %d tests" % (tests_of(m), tests_of(m))):
+            old = ("argued", "")  # not all tests have run
         return old if old[0] != "argued" else \
             judge(m, number, text, origins, users, baseline, args.most)
 
