@@ -1009,6 +1009,42 @@ TEST(names_have_no_memory) {
 }
 
 /* In place, scratch memory is the caller's. */
+/* Blocks that a budget codes again leave the path of the plan. Names of their pages stay, but nothing is found there, and
+ * another sequence with fewer pages is preferred. */
+TEST(recoded_pages_are_not_found) {
+    tkv_config cfg = config_of(0);
+    tkv_level levels[2];
+    int i, n_pages, n_found, n_second, n_recoded = 0;
+    memset(levels, 0, sizeof levels);
+    levels[0].warm = levels[0].archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    levels[1].warm = levels[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.budget.bytes = (size_t)1 << 24;
+    cfg.budget.ladder = levels;
+    cfg.budget.n_levels = 2;
+    for (i = 0; i < 24; i += 4) {
+        tkv_cache *kv = create_cache(&cfg);
+        tkv_memory_info m;
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 20), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_FULL), TKV_OK);
+        publish_here(kv, 0, tokens, 1100, &n_pages);
+        CHECK_EQ(n_pages, 4);
+        CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
+        CHECK_EQ(tkv_set_budget(kv, m.total - (size_t)(i * 2048)), TKV_OK);
+        CHECK_EQ(tkv_set_budget(kv, (size_t)1 << 24), TKV_OK); /* adoption itself has room */
+        n_found = found_here(kv, 1, tokens, 1100);
+        CHECK(n_found == 0 || n_found == 4);
+        n_recoded += !n_found;
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 900, 20), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 1, TKV_FLUSH_FULL), TKV_OK);
+        publish_here(kv, 1, tokens, 900, &n_second);
+        CHECK_EQ(n_second, 3);
+        CHECK_EQ(found_here(kv, 2, tokens, 1100), n_found ? 4 : 3);
+        tkv_destroy(kv);
+    }
+    CHECK(n_recoded > 0 && n_recoded < 6);
+}
+
 TEST(stores_in_place) {
     static store s;
     const tkv_prefix_store callbacks = store_of(&s);
@@ -1222,6 +1258,7 @@ int main(int argc, char **argv) {
     RUN(forgotten_names_are_wiped);
     RUN(random_prefixes);
     RUN(names_have_no_memory);
+    RUN(recoded_pages_are_not_found);
     RUN(stores_in_place);
     RUN(each_allocation_fails_once);
     RUN(refused);
