@@ -862,6 +862,21 @@ TEST(squat_in_a_cache) {
         printf("\n    kivi2 %.4g, squat2 %.4g, in blocks of 64 %.4g\n", plain, squat, wide);
 }
 
+TEST(squat_takes_heads_of_256_channels) {
+    model_sequence *s = start_model_sequence(2, 1, 64, 64, 90);
+    tkv_config cfg = config_of(s, TKV_SQUAT2, TKV_KIVI2);
+    char reason[100];
+    cfg.model.head_dim = cfg.model.v_head_dim = 256;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    cfg.model.v_head_dim = 264; /* of another format */
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    cfg.model.head_dim = 264;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "head_dim is 264; SQUAT formats take heads of at most 256 channels");
+    cfg.tiers.archive.k = TKV_KIVI2;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+}
+
 /* A cache in the caller's memory, with all options at once. */
 TEST(in_place) {
     model_sequence *s = start_model_sequence(4, 2, 48, 48, 70);
@@ -915,6 +930,7 @@ int main(int argc, char **argv) {
     RUN(cache_counts_bytes);
     RUN(config_refuses);
     RUN(squat_in_a_cache);
+    RUN(squat_takes_heads_of_256_channels);
     RUN(in_place);
     return tkv_test_end();
 }
