@@ -5,9 +5,10 @@
  * The model of a sequence is an array of tokens: an id, a position, a state. After each call:
  *   - the cache passes its self-check, and holds the bytes that it reports, within its budget;
  *   - lengths, positions and states are those of the model;
- *   - exact tokens read back to the bit, compressed ones as the same tokens;
  *   - a call that failed has changed nothing of this;
- *   - a call with a sequence or layer that does not exist has failed.
+ *   - a call with a sequence or layer that does not exist has failed;
+ *   - exact tokens read back to the bit, compressed ones as the same tokens: a range of one layer of one sequence in
+ *     turn, of a layer of each sequence after a call that failed, and all tokens at the end.
  * Attention must agree with tkv_attend_reference. Configs, tables and stores of thresholds are also read from the
  * bytes of the input. Allocations and the store of offloaded blocks fail on demand.
  *
@@ -40,6 +41,7 @@ enum {
     MAX_ROW = 2 * MAX_DIM, /* K or V of a token */
     ROWS = 10,             /* queries of a call of attention, and rows between them */
     WORDS = (LONGEST + 63) / 64,
+    SOME_VALUES = 130, /* tokens of a layer that are read after a call */
     MAX_BLOCKS = 96,
     ALLOCATED = 64 << 20 /* a cache that asks for more bytes is refused */
 };
@@ -100,6 +102,7 @@ static int in_place, k_row, v_row, v_dim, remat_step, is_logging, fail_at_row;
 static uint32_t next_id;
 static long n_named, n_adopted; /* calls that named pages, and that adopted some */
 static int named_seq;           /* the last sequence whose pages were named */
+static int turn;                /* calls of this input */
 static int prefix_text[LONGEST];
 static size_t budget_before;
 static uint8_t image[1 << 17]; /* of tkv_save_calibration */
@@ -132,6 +135,9 @@ static int stored_layer(int layer) {
     if (layer < 0 || layer >= cfg.model.n_layers) return -1;
     return layer == 3 ? -1 : layer % 2 && layer < 2 ? 1 : layer == 2 ? 0 : layer;
 }
+
+/* A token of a sequence, or one behind its end. */
+static int choose_token(int seq) { return choose_int(0, is_seq(seq) ? max_len(seq) + 2 : 4); }
 
 static int choose_layer(void) {
     const int layer = choose_int(0, cfg.model.n_layers - 1);
@@ -267,13 +273,13 @@ static double relative_error(const float *x, const float *y, int n) {
 
 static int is_readable(int state) { return state == LIVE || (state == DISCARDED && cfg.recompute.compute); }
 
-/* Reads the live tokens of a layer, and compares them with the model. */
-static void check_values(int seq, int layer, const uint8_t *tier) {
+/* Reads the live tokens of a layer from `first` to end - 1, and compares them with the model. */
+static void check_values(int seq, int layer, const uint8_t *tier, int first, int end) {
     const model_layer *s = &model[seq][layer];
     double sum = 0.0;
     int i, j, n, n_encoded = 0;
-    for (i = 0; i < s->len; i += n) {
-        for (n = 1; i + n < s->len && s->state[i + n] == s->state[i]; n++) {}
+    for (i = first; i < end; i += n) {
+        for (n = 1; i + n < end && s->state[i + n] == s->state[i]; n++) {}
         if (!is_readable(s->state[i])) {
             CHECK_EQ(tkv_read(kv, seq, layer, i, n, k_out, v_out),
                      s->state[i] == DISCARDED ? TKV_ERR_NO_SOURCE : TKV_ERR_RANGE);
@@ -309,7 +315,8 @@ static void check_values(int seq, int layer, const uint8_t *tier) {
                   sum / n_encoded);
 }
 
-static void check_layer(int seq, int layer, int with_values) {
+/* n_values: tokens whose values are read, from another one in each turn. */
+static void check_layer(int seq, int layer, int n_values) {
     static uint8_t tier[LONGEST];
     static int positions[LONGEST];
     model_layer *s = &model[seq][layer];
@@ -327,6 +334,8 @@ static void check_layer(int seq, int layer, int with_values) {
                                           : was == GONE                    ? GONE
                                                                            : EXPIRED;
         CHECK(tier[i] < TKV_TIER_COUNT || tier[i] == TKV_TOKEN_DISCARDED || tier[i] == TKV_TOKEN_GONE);
+        count[is]++;
+        if (is == was && positions[i] == s->position[i] && !s->is_sink[i]) continue; /* most of them */
         if (was == GONE)
             CHECK_MSG(is == GONE, "sequence %d, layer %d: token %d, which is gone, is there", seq, layer, i);
         if (is == EXPIRED && was != EXPIRED)
@@ -352,7 +361,6 @@ static void check_layer(int seq, int layer, int with_values) {
                       layer, i, positions[i], s->position[i]);
         s->position[i] = positions[i]; /* that of a token that is gone follows from its neighbours */
         s->state[i] = (uint8_t)is;
-        count[is]++;
     }
     held = info.tokens[TKV_TIER_HOT] + info.tokens[TKV_TIER_WARM] + info.tokens[TKV_TIER_ARCHIVE];
     CHECK_EQ(info.length, s->len);
@@ -360,7 +368,9 @@ static void check_layer(int seq, int layer, int with_values) {
     CHECK_EQ(info.discarded, count[DISCARDED]);
     CHECK_EQ(info.named_sinks, n_sinks);
     CHECK_EQ(held + info.discarded + info.expired + info.evicted, s->len);
-    if (with_values && !tkv_test_.n_bad) check_values(seq, layer, tier);
+    if (!n_values || !s->len || tkv_test_.n_bad) return;
+    i = n_values < s->len ? turn * 89 % (s->len - n_values + 1) : 0;
+    check_values(seq, layer, tier, i, min_of(s->len, i + n_values));
 }
 
 static uint32_t hash_seen(int seq, int n);
@@ -382,13 +392,12 @@ static void check_states(int seq, int layer) {
     }
 }
 
-static void check_everything(void) {
-    static int turn;
+/* Bytes of the cache and of its sequences. */
+static void check_bytes(void) {
     tkv_memory_info m;
     tkv_seq_memory_info of_seq;
     size_t blocks = 0;
-    int s, l;
-    check_cache(kv);
+    int s;
     CHECK_EQ(tkv_get_memory(kv, &m), TKV_OK);
     if (!in_place) CHECK_EQ(m.total, memory.held);
     if (budget_of(kv).budget) CHECK_LE(in_place ? budget_of(kv).used : m.total, budget_of(kv).budget);
@@ -399,9 +408,16 @@ static void check_everything(void) {
         blocks += of_seq.own + of_seq.share;
     }
     CHECK_LE(blocks, m.total);
-    turn++;
+}
+
+/* Reads n_values tokens of `layers`, bit 2 * s + l for layer l of sequence s. */
+static void check_everything(unsigned layers, int n_values) {
+    int s, l;
+    check_cache(kv);
+    check_bytes();
     for (s = 0; s < SEQS; s++)
-        for (l = 0; l < 2 && !tkv_test_.n_bad; l++) check_layer(s, l, turn % 2 == l);
+        for (l = 0; l < 2 && !tkv_test_.n_bad; l++)
+            check_layer(s, l, layers >> (2 * s + l) & 1u ? n_values : 0);
     for (s = 0; s < SEQS; s++)
         for (l = 0; l < cfg.model.n_layers && !tkv_test_.n_bad; l++) check_states(s, l);
     for (s = 0; s < SEQS; s++) {
@@ -550,16 +566,18 @@ static tkv_status call_append_all(void) {
 static void fill_sequences(void) {
     int seq, n;
     budget_before = budget_of(kv).budget;
-    for (seq = 0; seq < SEQS; seq++)
-        for (n = next_byte() * 2; n > 0; n -= CHUNK) {
+    for (seq = 0; seq < SEQS; seq++) {
+        n = next_byte();
+        for (n = n < 208 ? n : 10 * (n - 205); n > 0; n -= CHUNK) { /* now and then they are long */
             memset(&call, 0, sizeof call);
             allow_reclaim(seq);
             if (append_to_all(seq, min_of(n, CHUNK))) note_recoding();
             if (is_logging)
                 fprintf(stderr, "filled sequence %d with %d, %d\n", seq, model[seq][0].len,
                         model[seq][1].len);
-            check_everything();
+            check_everything(0, 0);
         }
+    }
 }
 
 /* Appends tokens at positions that repeat and jump, now and then back. */
@@ -724,7 +742,7 @@ static tkv_status call_reserve(void) {
 }
 
 static tkv_status call_truncate(void) {
-    const int seq = choose_seq(), to = choose_int(0, is_seq(seq) ? max_len(seq) + 2 : 4);
+    const int seq = choose_seq(), to = choose_token(seq);
     tkv_status st;
     int l;
     sprintf(call.text, "truncate sequence %d to %d", seq, to);
@@ -1345,8 +1363,7 @@ static tkv_status call_attend(void) {
 }
 
 static tkv_status call_read(void) {
-    const int seq = choose_seq(), layer = choose_layer(), start = choose_int(0, LONGEST),
-              n = choose_int(0, 80);
+    const int seq = choose_seq(), layer = choose_layer(), start = choose_token(seq), n = choose_int(0, 80);
     const int sides = next_byte();
     tkv_status st;
     sprintf(call.text, "read %d from %d on of sequence %d, layer %d", n, start, seq, layer);
@@ -1401,7 +1418,7 @@ static tkv_status call_evict(void) {
 
 static tkv_status call_pin(void) {
     static const int untils[] = {TKV_UNLIMITED, TKV_OFF, 100, 0, INT_MAX};
-    const int seq = choose_seq(), start = choose_int(0, LONGEST), n = choose_int(0, 60),
+    const int seq = choose_seq(), start = choose_token(seq), n = choose_int(0, 60),
               until = untils[next_byte() % 5];
     const tkv_status st = tkv_seq_pin(kv, seq, start, n, until);
     int l, i;
@@ -1442,8 +1459,7 @@ static tkv_status call_importance(void) {
     static float by[LONGEST], found[LONGEST];
     static uint64_t missing[WORDS + 1];
     static tkv_ranked best[16];
-    const int seq = choose_seq(), layer = choose_layer(), start = choose_int(0, LONGEST),
-              n = choose_int(0, 100);
+    const int seq = choose_seq(), layer = choose_layer(), start = choose_token(seq), n = choose_int(0, 100);
     const int bad = next_byte(), k = choose_int(0, 16);
     int i, count = -1, some = n < 0 || n > 100 ? 0 : n;
     tkv_status st;
@@ -1560,8 +1576,7 @@ static tkv_status call_report(void) {
     static char text[1 << 16];
     static uint8_t tier[LONGEST];
     static int positions[LONGEST];
-    const int seq = choose_seq(), layer = choose_layer(), start = choose_int(0, LONGEST),
-              n = choose_int(0, 64);
+    const int seq = choose_seq(), layer = choose_layer(), start = choose_token(seq), n = choose_int(0, 64);
     tkv_layer_info info;
     tkv_quality_info quality;
     size_t needed = 0;
@@ -1673,7 +1688,8 @@ static void make_call(void) {
     if (st && !call.keeps_part && !cfg.offload.write) CHECK_EQ(call.n_evicted, 0);
     if (st && call.is_hostile && !call.keeps_part && !failed && st == TKV_ERR_ARG)
         for (s = 0; s < SEQS; s++) call.may_discard[s] = call.may_restore[s] = 0; /* it changed nothing */
-    check_everything();
+    turn++;
+    check_everything(st ? turn % 2 ? 0x15u : 0x2au : 1u << turn % 6, SOME_VALUES);
 }
 
 /* >>configs */
@@ -1825,6 +1841,7 @@ static void run_cache(void) {
     fail_next = fail_at_row = 0;
     next_id = 1;
     named_seq = 0;
+    turn = 0;
     image_size = 0;
     for (s = 0; s < SEQS; s++) reset_model(s);
     choose_config();
@@ -1832,6 +1849,8 @@ static void run_cache(void) {
         if (is_logging) print_config();
         fill_sequences();
         while (n_in && n++ < 200 && !tkv_test_.n_bad) make_call();
+        memset(&call, 0, sizeof call);
+        if (!tkv_test_.n_bad) check_everything(0x3fu, LONGEST);
         tkv_destroy(kv);
         if (in_place) check_borders(&arena);
         else CHECK_EQ(memory.held, 0);
@@ -1940,11 +1959,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 }
 
 #ifdef TKV_FUZZ_MAIN
+/* About ten bytes make a call. One input of eight is longer, up to three times n_bytes. */
 static int make_random(int seed, int n_bytes, uint8_t *bytes) {
     tkv_rng rng = tkv_rng_seed((uint64_t)seed);
     int n, i;
     n_bytes = max_of(8, n_bytes);
-    n = min_of(1 << 16, n_bytes / 4 + tkv_rng_below(&rng, n_bytes));
+    n = tkv_rng_below(&rng, tkv_rng_below(&rng, 8) ? max_of(1, n_bytes / 2) : 3 * n_bytes);
+    n = min_of(1 << 16, n_bytes / 4 + n);
     for (i = 0; i < n; i++) bytes[i] = (uint8_t)tkv_rng_below(&rng, 256);
     return n;
 }

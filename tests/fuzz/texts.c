@@ -341,11 +341,13 @@ static void run_config(void) {
         CHECK_MSG(strncmp(reason, "line ", 5) == 0 && strlen(reason) < sizeof reason, "%s", reason);
         CHECK_MEM(&cfg, &same, sizeof cfg);
         CHECK_MEM(&first, &before, sizeof first);
-        memset(shorter, '#', sizeof shorter);
-        CHECK_EQ(parse(&same, how % 32 == 3 ? NULL : &room, text, n_text, shorter, size), st);
-        CHECK(strlen(shorter) < size && strncmp(shorter, reason, strlen(shorter)) == 0);
-        if (size < sizeof shorter) CHECK_EQ(shorter[size], '#');
         n_refused++;
+        memset(shorter, '#', sizeof shorter);
+        if (how % 8 == 0 || how / 8 % 8 == 0) { /* the same, or a shorter sentence */
+            CHECK_EQ(parse(&same, how % 32 == 3 ? NULL : &room, text, n_text, shorter, size), st);
+            CHECK(strlen(shorter) < size && strncmp(shorter, reason, strlen(shorter)) == 0);
+            if (size < sizeof shorter) CHECK_EQ(shorter[size], '#');
+        }
     } else {
         print_again(&cfg, how % TKV_TEXT_COUNT);
         n_read++;
