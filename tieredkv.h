@@ -33679,6 +33679,7 @@ typedef struct tkvi_bounds_after_loss {
     int64_t entries, pages; /* of the block table; with the request */
     tkvi_row_need row_need; /* block numbers of the lists then */
     size_t growth;          /* bytes of larger index arrays that are needed even then */
+    size_t bytes;           /* other bytes of the request */
 } tkvi_bounds_after_loss;
 
 static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request *request, int knows_victims) {
@@ -33693,6 +33694,7 @@ static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request 
     bounds.pages = tkvi_pages_for_demand(&kv->pool, &demand);
     bounds.entries = tkvi_entries_for_demand(&kv->pool, &demand);
     bounds.growth = tkvi_index_growth_bytes(kv, request, bounds.entries, bounds.row_need);
+    bounds.bytes = demand.bytes;
     return bounds;
 }
 
@@ -33702,10 +33704,13 @@ static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request 
 static tkv_status tkvi_prepare_loss(tkv_cache *kv, const tkvi_request *request, size_t budget,
                                     int knows_victims) {
     const tkvi_bounds_after_loss bounds = tkvi_bound_loss(kv, request, knows_victims);
-    const size_t without_pages = tkvi_bytes_without_pages(kv), page = kv->tables.page_bytes;
+    const size_t page = kv->tables.page_bytes;
+    size_t without_pages = tkvi_bytes_without_pages(kv);
     int64_t n_pages;
-    if (bounds.growth > budget || without_pages > budget - bounds.growth) return TKV_ERR_BUDGET;
-    n_pages = (int64_t)((budget - without_pages - bounds.growth) / page);
+    if (!tkvi_add(without_pages, bounds.growth, &without_pages) ||
+        !tkvi_add(without_pages, bounds.bytes, &without_pages) || without_pages > budget)
+        return TKV_ERR_BUDGET;
+    n_pages = (int64_t)((budget - without_pages) / page);
     if (bounds.pages > n_pages || bounds.pages > (int64_t)kv->pool.n_pages) return TKV_ERR_BUDGET;
     if (!bounds.growth) return TKV_OK;
     if ((int64_t)kv->pool.n_pages - n_pages > (int64_t)kv->pool.n_free_pages) return TKV_ERR_BUDGET;
@@ -39260,7 +39265,7 @@ static tkvi_request tkvi_request_entries(tkv_cache *kv, int seq, tkvi_count_entr
     row->seq = seq;
     row->n = tkvi_min(TKVI_BLOCK * *longest, TKVI_FOREVER); /* tokens that need lists of this length */
     request.rows = row;
-    request.n_rows = (uint32_t)*longest + 1 > kv->seq[seq].cap;
+    request.n_rows = *longest && (uint32_t)*longest + 1 > kv->seq[seq].cap; /* empty lists take no bytes */
     return request;
 }
 
@@ -39284,7 +39289,7 @@ static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entrie
         if (!st)
             request = tkvi_request_entries(kv, seq, count, what, &row, &longest); /* lists may be shorter */
     }
-    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, seq, longest + 1)))
+    if (!st && !(tkvi_provide_request(kv, &request) && (!longest || tkvi_grow_lists(kv, seq, longest + 1))))
         st = tkvi_refuse_no_memory(kv, refusal, seq, "");
     if (st) tkvi_trim(&kv->pool);
     return st;
@@ -39440,8 +39445,9 @@ static int tkvi_plan_reorder(tkv_cache *kv, const tkvi_reorder *order) {
 static void tkvi_add_other_fork(tkv_cache *kv, int dst, int longest, tkvi_demand *demand) {
     const int may_evict = TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && tkvi_has_budget(kv);
     int layer;
-    demand->bytes += tkvi_growth_bytes(kv->seq[dst].cap, longest + 1, sizeof(uint32_t)) *
-                     (size_t)kv->tables.cfg.model.n_layers;
+    if (longest)
+        demand->bytes += tkvi_growth_bytes(kv->seq[dst].cap, longest + 1, sizeof(uint32_t)) *
+                         (size_t)kv->tables.cfg.model.n_layers;
     for (layer = 0; may_evict && layer < kv->tables.cfg.model.n_layers; layer++)
         demand->entries += tkvi_list_of(kv, dst, layer)->n + 2;
 }

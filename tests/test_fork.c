@@ -220,6 +220,62 @@ TEST(reorders_under_a_budget) {
     CHECK(n_refused < 3 * CALLS);
 }
 
+/* Empty sequences have no lists of blocks, so their forks take no bytes of a budget that is full. */
+TEST(empty_forks_take_no_memory) {
+    static const int sources[] = {2, 2, 2};
+    tkv_config cfg = make_config(2, 4);
+    tkv_memory_info memory, after;
+    tkv_cache *kv;
+    cfg.budget.bytes = 1 << 20;
+    cfg.evict.policy = TKV_EVICT_FIFO;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 3, 3, 500, 60), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, memory.total), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 2, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_reorder(kv, 0, sources, 3), TKV_OK);
+    CHECK_EQ(tkv_get_memory(kv, &after), TKV_OK);
+    CHECK_LE(after.total, memory.total);
+    check_read(kv, 3, 1, 3, 436, 64, TKV_F16);
+    check_cache_at(kv, "forked", 0);
+    tkv_destroy(kv);
+}
+
+/* A reorder whose forks need lists: a budget with few bytes left has room for all of them, or no token is evicted. */
+TEST(a_reorder_counts_the_lists_of_all_forks) {
+    static const int sources[] = {0, 0, 0};
+    int left, n, n_done = 0, n_refused = 0;
+    for (n = 0; n <= 500; n += 250) /* tokens that eviction may take */
+        for (left = 0; left < 2048; left += 32) {
+            tkv_config cfg = make_config(2, 4);
+            tkv_memory_info memory;
+            tkv_budget_info before, after;
+            tkv_cache *kv;
+            tkv_status st;
+            cfg.budget.bytes = 1 << 20;
+            cfg.evict.policy = TKV_EVICT_FIFO;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 3, 3, n, 60), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 3, 3), TKV_OK); /* sinks, which stay exact */
+            CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+            CHECK_EQ(tkv_set_budget(kv, memory.total), TKV_OK); /* frees pages that are kept */
+            CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+            CHECK_EQ(tkv_set_budget(kv, memory.total + (size_t)left), TKV_OK);
+            CHECK_EQ(tkv_get_budget(kv, &before), TKV_OK);
+            st = tkv_seq_reorder(kv, 0, sources, 3);
+            CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
+            CHECK_EQ(tkv_get_budget(kv, &after), TKV_OK);
+            if (st) CHECK_EQ(after.evicted, before.evicted);
+            CHECK_EQ(tkv_get_length(kv, 2, 0), st ? 0 : 3);
+            check_cache_at(kv, "bytes left", left);
+            n_done += !st;
+            n_refused += st != TKV_OK;
+            tkv_destroy(kv);
+        }
+    CHECK(n_done > 0 && n_refused > 0);
+    printf(" %d reorders, %d refused ", n_done, n_refused);
+}
+
 /* Sequences that only change places keep their blocks: no memory is needed, and none is given back. */
 TEST(a_permutation_takes_no_memory) {
     static const int cycle[] = {2, 0, 1}, same[] = {0, 1, 2};
@@ -588,6 +644,8 @@ int main(int argc, char **argv) {
     RUN(a_reorder_is_forks_all_at_once);
     RUN(a_reorder_counts_what_it_gives_back);
     RUN(reorders_under_a_budget);
+    RUN(empty_forks_take_no_memory);
+    RUN(a_reorder_counts_the_lists_of_all_forks);
     RUN(a_permutation_takes_no_memory);
     RUN(characters_share_their_prompt);
     RUN(own_bytes_are_told_from_shared_ones);

@@ -372,6 +372,7 @@ typedef struct tkvi_bounds_after_loss {
     int64_t entries, pages; /* of the block table; with the request */
     tkvi_row_need row_need; /* block numbers of the lists then */
     size_t growth;          /* bytes of larger index arrays that are needed even then */
+    size_t bytes;           /* other bytes of the request */
 } tkvi_bounds_after_loss;
 
 static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request *request, int knows_victims) {
@@ -386,6 +387,7 @@ static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request 
     bounds.pages = tkvi_pages_for_demand(&kv->pool, &demand);
     bounds.entries = tkvi_entries_for_demand(&kv->pool, &demand);
     bounds.growth = tkvi_index_growth_bytes(kv, request, bounds.entries, bounds.row_need);
+    bounds.bytes = demand.bytes;
     return bounds;
 }
 
@@ -395,10 +397,13 @@ static tkvi_bounds_after_loss tkvi_bound_loss(tkv_cache *kv, const tkvi_request 
 static tkv_status tkvi_prepare_loss(tkv_cache *kv, const tkvi_request *request, size_t budget,
                                     int knows_victims) {
     const tkvi_bounds_after_loss bounds = tkvi_bound_loss(kv, request, knows_victims);
-    const size_t without_pages = tkvi_bytes_without_pages(kv), page = kv->tables.page_bytes;
+    const size_t page = kv->tables.page_bytes;
+    size_t without_pages = tkvi_bytes_without_pages(kv);
     int64_t n_pages;
-    if (bounds.growth > budget || without_pages > budget - bounds.growth) return TKV_ERR_BUDGET;
-    n_pages = (int64_t)((budget - without_pages - bounds.growth) / page);
+    if (!tkvi_add(without_pages, bounds.growth, &without_pages) ||
+        !tkvi_add(without_pages, bounds.bytes, &without_pages) || without_pages > budget)
+        return TKV_ERR_BUDGET;
+    n_pages = (int64_t)((budget - without_pages) / page);
     if (bounds.pages > n_pages || bounds.pages > (int64_t)kv->pool.n_pages) return TKV_ERR_BUDGET;
     if (!bounds.growth) return TKV_OK;
     if ((int64_t)kv->pool.n_pages - n_pages > (int64_t)kv->pool.n_free_pages) return TKV_ERR_BUDGET;

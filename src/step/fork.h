@@ -28,7 +28,7 @@ static tkvi_request tkvi_request_entries(tkv_cache *kv, int seq, tkvi_count_entr
     row->seq = seq;
     row->n = tkvi_min(TKVI_BLOCK * *longest, TKVI_FOREVER); /* tokens that need lists of this length */
     request.rows = row;
-    request.n_rows = (uint32_t)*longest + 1 > kv->seq[seq].cap;
+    request.n_rows = *longest && (uint32_t)*longest + 1 > kv->seq[seq].cap; /* empty lists take no bytes */
     return request;
 }
 
@@ -52,7 +52,7 @@ static tkv_status tkvi_provide_entries(tkv_cache *kv, int seq, tkvi_count_entrie
         if (!st)
             request = tkvi_request_entries(kv, seq, count, what, &row, &longest); /* lists may be shorter */
     }
-    if (!st && !(tkvi_provide_request(kv, &request) && tkvi_grow_lists(kv, seq, longest + 1)))
+    if (!st && !(tkvi_provide_request(kv, &request) && (!longest || tkvi_grow_lists(kv, seq, longest + 1))))
         st = tkvi_refuse_no_memory(kv, refusal, seq, "");
     if (st) tkvi_trim(&kv->pool);
     return st;

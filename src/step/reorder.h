@@ -59,8 +59,9 @@ static int tkvi_plan_reorder(tkv_cache *kv, const tkvi_reorder *order) {
 static void tkvi_add_other_fork(tkv_cache *kv, int dst, int longest, tkvi_demand *demand) {
     const int may_evict = TKVI_HAS_EVICT && kv->tables.cfg.evict.policy && tkvi_has_budget(kv);
     int layer;
-    demand->bytes += tkvi_growth_bytes(kv->seq[dst].cap, longest + 1, sizeof(uint32_t)) *
-                     (size_t)kv->tables.cfg.model.n_layers;
+    if (longest)
+        demand->bytes += tkvi_growth_bytes(kv->seq[dst].cap, longest + 1, sizeof(uint32_t)) *
+                         (size_t)kv->tables.cfg.model.n_layers;
     for (layer = 0; may_evict && layer < kv->tables.cfg.model.n_layers; layer++)
         demand->entries += tkvi_list_of(kv, dst, layer)->n + 2;
 }

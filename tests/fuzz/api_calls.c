@@ -1954,7 +1954,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     else if (kind >= 248) run_thresholds((const char *)in_bytes, n_in);
     else if (kind >= 244) run_codec();
     else run_cache();
-    end_input("api_calls");
+    end_input();
     return 0;
 }
 

@@ -239,7 +239,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     begin_input(data, size);
     make_files();
     run_input();
-    end_input("calibrations");
+    end_input();
     return 0;
 }
 

@@ -948,7 +948,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     make_files();
     begin_input(data, size);
     run_input();
-    end_input("load");
+    end_input();
     return 0;
 }
 

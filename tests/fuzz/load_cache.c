@@ -133,7 +133,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     make_files();
     begin_input(data, size);
     run_input();
-    end_input("load_cache");
+    end_input();
     return 0;
 }
 

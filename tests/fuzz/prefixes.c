@@ -307,7 +307,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     begin_input(data, size);
     make_stores();
     run_input();
-    end_input("prefixes");
+    end_input();
     return 0;
 }
 

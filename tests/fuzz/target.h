@@ -9,6 +9,8 @@
 
 #include "../kit.h"
 
+#include <signal.h>
+
 /* >>input */
 static const uint8_t *in_bytes;
 static size_t n_in;
@@ -25,7 +27,6 @@ static int next_below(int n) {
 }
 
 /* >>results */
-static char run_name[300]; /* how a plain program runs this input again; empty in a fuzzer */
 
 /* Begins an input: no check of it has failed. */
 static void begin_input(const uint8_t *data, size_t size) {
@@ -34,10 +35,9 @@ static void begin_input(const uint8_t *data, size_t size) {
     tkv_test_.n_bad = tkv_test_.n_checks = 0;
 }
 
-/* Ends an input. After a failed check the program ends, and says how to run it again. */
-static void end_input(const char *target) {
+/* Ends an input. After a failed check the program ends. */
+static void end_input(void) {
     fflush(stdout);
-    if (tkv_test_.n_bad && run_name[0]) fprintf(stderr, "    found by: ./%s %s\n", target, run_name);
     if (tkv_test_.n_bad) abort();
 }
 
@@ -49,6 +49,16 @@ extern "C"
     LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 #ifdef TKV_FUZZ_MAIN
+static const char *run_target;
+static char run_name[300]; /* the arguments that run this input again */
+
+/* Says how to run an input again, at a failed check, an assertion, or a fault. */
+static void print_run(int number) {
+    fprintf(stderr, "    found by: ./%s %s\n", run_target, run_name);
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
 /* Writes a random input of about n_bytes. Returns its bytes, at most 65,536. */
 typedef int (*random_input)(int seed, int n_bytes, uint8_t *bytes);
 
@@ -86,6 +96,10 @@ static int run_inputs(int argc, char **argv, const char *target, random_input ma
     static uint8_t bytes[1 << 16];
     int first = 1, i, status = 0;
     *n_runs = argc > 1 ? 0 : 1000;
+    run_target = target;
+    signal(SIGABRT, print_run);
+    signal(SIGSEGV, print_run);
+    signal(SIGFPE, print_run);
     for (i = 1; i < argc && !status; i++) {
         const int has_value = i + 1 < argc;
         if (strcmp(argv[i], "--runs") == 0 && has_value) *n_runs = atoi(argv[++i]);

@@ -459,7 +459,7 @@ static void run_input(void) {
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     begin_input(data, size);
     run_input();
-    end_input("texts");
+    end_input();
     return 0;
 }
 
