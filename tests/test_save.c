@@ -1693,6 +1693,35 @@ TEST(missing_sections_are_named) {
     tkv_destroy(kv);
 }
 
+/* More files are attached than the first table of files has places for, and none tells when it is let go. */
+TEST(many_files_stay_attached) {
+    tkv_config cfg = make_config(1, 7);
+    tkv_load_params load = load_params(1);
+    tkv_load_info info;
+    unsigned char *at = file + (64 - (uintptr_t)file % 64) % 64;
+    size_t n = 0;
+    tkv_cache *kv = create_cache(&cfg);
+    const tkv_save_params save = save_params(0);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 700, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_save(kv, &save, at, MOST - 64, &n), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, 700, k_want, v_want), TKV_OK);
+    load.attach = 1;
+    for (load.seq = 1; load.seq < 7; load.seq++) {
+        CHECK_EQ(tkv_seq_load(kv, &load, at, n, &info), TKV_OK);
+        CHECK(info.n_attached > 0);
+        check_cache_at(kv, "attached", load.seq);
+        if (load.seq == 3) CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK); /* the next file takes its place */
+    }
+    for (int seq = 1; seq < 7; seq++) {
+        if (seq == 2) continue;
+        CHECK_EQ(tkv_read(kv, seq, 0, 0, 700, k_out, v_out), TKV_OK);
+        CHECK_MEM(k_out, k_want, (size_t)(700 * K_ROW) * sizeof(float));
+        CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+    }
+    check_cache_at(kv, "let go", 0);
+    tkv_destroy(kv);
+}
+
 /* >>memory */
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -1966,6 +1995,7 @@ int main(int argc, char **argv) {
     RUN(tiers_that_the_plan_lacks);
     RUN(saves_and_loads_are_refused_with_a_reason);
     RUN(missing_sections_are_named);
+    RUN(many_files_stay_attached);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(states_are_saved);
     RUN(golden_files_stay_readable);

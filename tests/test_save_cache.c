@@ -742,6 +742,85 @@ TEST(layouts_before_the_last_coding_are_saved) {
     }
 }
 
+TEST(layers_that_share_are_saved_once) {
+    static tkv_layer_config layers[LAYERS];
+    tkv_config cfg = config_number(0);
+    layers[1].share_kv = 1;
+    cfg.layers = layers;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 1, 1, 500, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(a, 1, 2, 300), TKV_OK);
+    const size_t n = save_cache(a, file);
+    CHECK_EQ(load_cache(b, file, n), TKV_OK);
+    check_alike(a, b, "shared layers", 0);
+    const tkv_save_params save = save_params(1);
+    const tkv_load_params load = load_params(3);
+    size_t bytes = 0;
+    CHECK_EQ(tkv_seq_save(a, &save, file, MOST, &bytes), TKV_OK);
+    CHECK_EQ(tkv_seq_load(a, &load, file, bytes, NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_OK);
+    for (int c = 0; c < 2; c++) CHECK_EQ(append_to_all_layers(c ? b : a, 3, 1, 100, 50), TKV_OK);
+    check_alike(a, b, "shared layers, later", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Where limits.max_tokens allows it, a file may reserve memory, but not any amount. Rotations are in order. */
+TEST(reservations_and_rotations_have_bounds) {
+    for (int i = 0; i < 2; i++) {
+        tkv_config cfg = config_number(16);
+        cfg.limits.max_tokens = 0;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 200, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(a, 0, 60, 100, 1000), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(a, 0, 150, TKV_UNLIMITED, 2000), TKV_OK);
+        if (i == 0) CHECK_EQ(tkv_seq_reserve(a, 0, 77), TKV_OK);
+        const size_t n = save_cache(a, file);
+        const unsigned char *e = find_in_index(file, n, 7, 0);
+        const uint64_t wanted = i ? 1000 : 277; /* the distance of a rotation; the length that is reserved */
+        int n_found = 0;
+        for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+            if (get64(file + at) != wanted) continue;
+            memcpy(twin_file, file, n);
+            put64(twin_file + at, i ? 2000 : (1 << 30) - 1);
+            repair_index(twin_file, n);
+            CHECK_EQ(load_cache(b, twin_file, n), TKV_ERR_DATA);
+            check_cache_at(b, "out of bounds", i);
+            n_found++;
+        }
+        CHECK(n_found > 0);
+        CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        check_alike(a, b, "bounds", i);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* Exact copies of the meter that fit no block are forgotten, and all else is loaded. */
+TEST(copies_of_the_meter_that_fit_no_block) {
+    tkv_config cfg = config_number(10);
+    tkv_cache *a = create_cache(&cfg);
+    int n_forgotten = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 400, 50), TKV_OK);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+        if (get64(file + at) != 4 + BLOCK) continue; /* the start of the second block */
+        tkv_cache *b = create_cache(&cfg);
+        memcpy(twin_file, file, n);
+        put64(twin_file + at, 4);
+        repair_index(twin_file, n);
+        if (load_cache(b, twin_file, n) == TKV_OK) {
+            check_cache_at(b, "copies", (int)at);
+            CHECK_EQ(tkv_get_length(b, 0, TKV_ALL_LAYERS), 400);
+            n_forgotten += save_cache(b, twin_file) < n;
+        }
+        tkv_destroy(b);
+    }
+    CHECK(n_forgotten > 0);
+    tkv_destroy(a);
+}
+
 /* Two sequences that share blocks, with states, and what the config learns from a few queries. */
 static void fill_small_cache(tkv_cache *kv, const tkv_config *cfg) {
     float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
@@ -818,6 +897,9 @@ int main(int argc, char **argv) {
     RUN(failed_reads_leave_a_new_cache);
     RUN(flipped_bits_and_cuts_are_found);
     RUN(hostile_files_with_right_checksums);
+    RUN(layers_that_share_are_saved_once);
+    RUN(reservations_and_rotations_have_bounds);
+    RUN(copies_of_the_meter_that_fit_no_block);
     RUN(holders_of_blocks_are_checked);
     RUN(layouts_before_the_last_coding_are_saved);
     RUN(each_number_is_checked);
