@@ -2357,6 +2357,9 @@ TEST(slides_leave_tokens_in_each_layer) {
     check_cache_at(kv, "slid", 0);
     fill_rows(60, 0, 0, 260, k_in, v_in);
     CHECK_EQ(tkv_append(kv, 1, 0, k_in, v_in, 260), TKV_OK);
+    CHECK_EQ(tkv_seq_begin(kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_slide(kv, 1, 50, NULL), TKV_ERR_STATE);
+    CHECK_EQ(tkv_seq_abort(kv, 1), TKV_OK);
     CHECK_EQ(tkv_seq_slide(kv, 1, 50, NULL), TKV_OK);
     CHECK_EQ(tkv_get_length(kv, 1, 0), 196);
     CHECK_EQ(tkv_get_length(kv, 1, 1), 0);
