@@ -1127,8 +1127,8 @@ static void check_types_and_layouts(fixture *f, cache_kind kind) {
 TEST(types_and_layouts) { for_each_kind(check_types_and_layouts); }
 
 static void check_logits(fixture *f, cache_kind kind) { /* scale, softcap, alibi, sink logits */
-    static const float slopes[4] = {0.25f, 0.0625f, 0.015625f, -0.02f},
-                       strong[4] = {4.0f, 7.0f, -3.0f, 30.0f};
+    static const float slopes[5] = {0.25f, 0.0625f, 0.015625f, -0.02f, (float)HUGE_VAL}, /* of 4 heads */
+        strong[4] = {4.0f, 7.0f, -3.0f, 30.0f};
     float sinks[4] = {5.0f, -2.0f, 0.0f, 8.0f};
     tkv_attend_params plain, p;
     void *q;

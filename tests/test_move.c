@@ -2270,6 +2270,28 @@ TEST(keeping_from_a_removed_token_on) {
     tkv_destroy(kv);
 }
 
+/* The first block is cut at `first`, and its halves join again. */
+TEST(keeping_all_tokens_adds_no_block) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1);
+    int kept[20], t;
+    tkv_layer_info before, after;
+    tkv_cache *kv;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 40, 40);
+    for (t = 0; t < 20; t++) kept[t] = 20 + t;
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &before), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 20, kept, 20), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &after), TKV_OK);
+    CHECK_EQ(before.blocks[TKV_TIER_HOT], 1);
+    CHECK_EQ(after.blocks[TKV_TIER_HOT], 1);
+    CHECK_EQ(after.length, 40);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 TEST(keeping_stays_within_the_window) {
     tkv_config cfg = make_move_config(1);
     tkv_layer_info info;
@@ -2450,6 +2472,7 @@ int main(int argc, char **argv) {
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);
     RUN(keeping_from_a_removed_token_on);
+    RUN(keeping_all_tokens_adds_no_block);
     RUN(keeping_stays_within_the_window);
     RUN(keeping_from_before_the_first_token_on);
     RUN(anchors_allow_keeping_tokens_in_a_row);

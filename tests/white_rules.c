@@ -1729,6 +1729,14 @@ TEST(remat_configs) {
         CHECK_EQ(tkv_init_remat(&r, &bad, reason, sizeof reason), TKV_ERR_CONFIG);
         CHECK_MSG(strstr(reason, want[i]) != NULL, "case %d: %s", i, reason);
     }
+    for (i = 0; i < 6; i++) { /* the least and the greatest */
+        tkv_remat any;
+        bad = cfg;
+        if (i < 2) bad.n_layers = i ? 4096 : 1;
+        else if (i < 4) bad.n_heads = i % 2 ? 65536 : 1;
+        else bad.head_dim = i % 2 ? TKV_MAX_HEAD_DIM : 1;
+        CHECK_MSG(tkv_init_remat(&any, &bad, reason, sizeof reason) == TKV_OK, "%d: %s", i, reason);
+    }
     CHECK_MEM(&r, &same, sizeof r);
     CHECK_EQ(tkv_init_remat(&r, NULL, NULL, 0), TKV_ERR_ARG);
     CHECK_EQ(tkv_init_remat(NULL, &cfg, reason, sizeof reason), TKV_ERR_ARG);
