@@ -708,6 +708,7 @@ TEST(sequences_find_each_other) {
         CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
         p = params_of(0, TEXT); /* another tenant finds nothing */
         p.tokens = text;
+        p.spare = 2; /* it has tokens, but no spare sequence is needed */
         p.salt = "tenant";
         p.salt_bytes = 6;
         CHECK_EQ(tkv_seq_adopt_prefix(kv, &p, NULL, &info), TKV_OK);
