@@ -371,6 +371,29 @@ TEST(other_caches_are_refused) {
     tkv_destroy(b);
 }
 
+TEST(meters_of_other_sizes_are_refused) {
+#if defined(__GNUC__) || defined(__clang__) /* no meter here: it needs atomics */
+    tkv_config cfg = config_number(10);
+    tkv_cache *a = create_cache(&cfg);
+    run_script(a, 0, 10);
+    const size_t n = save_cache(a, file);
+    for (int i = 0; i < 4; i++) {
+        tkv_config other = cfg;
+        if (i == 1) other.meter.heads--;
+        if (i == 2) other.meter.tokens += 64;
+        if (i == 3) other.meter.every++;
+        tkv_cache *b = create_cache(&other);
+        if (i) check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_CONFIG, " ");
+        else CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        check_cache_at(b, "meter", i);
+        tkv_destroy(b);
+    }
+    tkv_destroy(a);
+#else
+    SKIP("no atomics, no meter");
+#endif
+}
+
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = config_number(8);
     counting_allocator memory;
@@ -890,6 +913,7 @@ int main(int argc, char **argv) {
     RUN(calibrations_and_settings_are_saved);
     RUN(memory_of_the_past_is_no_fault);
     RUN(other_caches_are_refused);
+    RUN(meters_of_other_sizes_are_refused);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(heads_learned_ahead_are_saved);
     RUN(what_queries_taught_is_saved);
