@@ -217,7 +217,7 @@ def blocks_of(path):
 
 def map_of(program, text, must=True):
     """Runs a program once, if it must. Returns {"key", "lines": those with code, "tests": {name: [seconds, lines that
-    it runs]}}. Lines are bits of a number. The name "" stands for what runs outside of tests, also where there is none."""
+    it runs]}}. Lines are bits of a number. The name "" stands for what runs outside of tests, or without any."""
     file, key = os.path.join(DIR, "map", program + ".json"), coverage.keys_of(program, text + TRACE, False)[1]
     try:
         with open(file) as f:
@@ -380,7 +380,8 @@ class Baseline:
 class Users:
     """Programs and tests by the lines that they run."""
 
-    def __init__(self, maps):
+    def __init__(self, maps, text):
+        self.code = blanked(text).split("\n")
         self.lines = 0
         self.tests = []
         for program, one in maps.items():
@@ -397,8 +398,14 @@ class Users:
         self.keys = {program: one["key"][:8] for program, one in maps.items() if one}
 
     def of(self, lines):
-        """Returns [(seconds, program, test)] that run one of these lines."""
-        wanted = sum(1 << line for line in lines)
+        """Returns [(seconds, program, test)] that run one of these lines, or an earlier line of the same statement:
+        compilers give a condition of two lines to one of them."""
+        wanted = 0
+        for line in lines:
+            wanted |= 1 << line
+            while line > 1 and self.code[line - 2].strip() and self.code[line - 2].rstrip()[-1] not in ";{}:":
+                line -= 1
+                wanted |= 1 << line
         return sorted(t[:3] for t in self.tests if t[3] & wanted)
 
 
@@ -534,7 +541,7 @@ def main(args):
     traced = coverage.instrumented(text, origins)
     names = coverage.programs()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        users = Users(dict(zip(names, pool.map(lambda p: map_of(p, traced, not args.mapped), names))))
+        users = Users(dict(zip(names, pool.map(lambda p: map_of(p, traced, not args.mapped), names))), text)
     lines = {}
     for at, origin in enumerate(origins):
         if origin and users.lines >> (at + 1) & 1 and not OTHER_MACHINES.match(origin[0]) and \
