@@ -157,6 +157,10 @@ class Tools(unittest.TestCase):
         self.assertRegex(said, r"test_two +0\.\d s, 3 tests\n")  # with what runs outside of both
         verdict = {row[1]: (row[0], row[4].split(",")[0]) for row in self.rows()}
         self.assertEqual(verdict["rules/clip.h:11"], ("killed", "test_two rare"))
+        self.write("tests/test_two.c", TWO.replace("-77, 3", "-77, 4"))  # a changed test is compiled again
+        os.remove(os.path.join(self.root, "build", "mutants.txt"))
+        self.tool("mutate", "-n", "100")
+        self.assertEqual({row[1]: row[0] for row in self.rows()}["rules/clip.h:11"], "survived")
 
     def test_places(self):
         text = "int f(int a) { /* a < 1 */\n    int b[4] = {0};\n    if (a < -2 && !b[0]) return g(\"1 + 2\");\n" \

@@ -285,6 +285,10 @@ def compile_or_fail(words):
         raise Failed(done.stdout)
 
 
+def version_of(program):
+    return coverage.keys_of(program, "", False)[1][:8]
+
+
 def build_library(words, folder):
     compile_or_fail(words + ASSERTS + ["-c", os.path.join(folder, "tieredkv.c"), "-o",
                                        os.path.join(folder, "library.o")])
@@ -300,7 +304,7 @@ def build(words, program, folder, objects):
     if not os.path.exists(os.path.join(folder, "library.o")):
         build_library(words, folder)
     if objects:
-        obj = os.path.join(objects, program + ".o")
+        obj = os.path.join(objects, "%s-%s.o" % (program, version_of(program)))
         with known:
             if not os.path.exists(obj):
                 compile_or_fail(words + coverage.words_of(program, objects) + ["-c", "-o", obj])
@@ -357,14 +361,15 @@ class Baseline:
 
     def of(self, program, test, words):
         """Returns a verdict and seconds; the verdict is invalid if the program does not compile with these words."""
-        name = "%s %s %s" % (program, test, " ".join(words))
+        name = "%s %s %s %s" % (version_of(program), program, test, " ".join(words))
         if name not in self.known:
             try:
                 folder = self.objects(words)
-                path = os.path.join(folder, program)
+                path = os.path.join(folder, version_of(program), program)
                 with coverage.building:
                     if not os.path.exists(path):
-                        build(words, program, folder, folder)
+                        os.makedirs(os.path.dirname(path), exist_ok=True)
+                        os.replace(build(words, program, folder, folder), path)
                 result = run(path, words, test, coverage.LIMIT)
             except Failed:
                 result = ("invalid", 0)
