@@ -1077,15 +1077,14 @@ static tkv_status tkvi_validate_host(const tkv_config *cfg, char *reason, size_t
     return TKV_OK;
 }
 
-/* Finds a format that cannot store the heads of a layer. NULL: there is none. *channels: of the heads. */
+/* Finds a format of K that cannot store the heads of a layer. NULL: there is none. *channels: of the heads. Formats of
+ * V take all. */
 static const char *tkvi_find_too_wide(const tkvi_derived_config *h, int *channels) {
     int i;
     for (i = 0; i < h->n_keys; i++) {
-        const tkvi_layout_key *key = &h->key[i];
-        const char *k = tkvi_formats[key->pair.k].family->too_wide,
-                   *v = tkvi_formats[key->pair.v].family->too_wide;
-        *channels = k && key->head_dim > 256 ? key->head_dim : key->v_head_dim;
-        if ((k && key->head_dim > 256) || (v && key->v_head_dim > 256)) return k ? k : v;
+        const char *wrong = tkvi_formats[h->key[i].pair.k].family->too_wide;
+        *channels = h->key[i].head_dim;
+        if (wrong && *channels > 256) return wrong;
     }
     return NULL;
 }
