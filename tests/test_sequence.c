@@ -1502,6 +1502,51 @@ TEST(reservation_not_used_by_other_layers) {
     tkv_destroy(kv);
 }
 
+/* The index grows before blocks expire, beside the pages of a reservation. So the append asks for its bytes first. */
+TEST(the_index_grows_beside_a_reservation) {
+    int budget, n, i, n_done = 0, n_refused = 0;
+    for (budget = 230000; budget <= 290000; budget += 4000)
+        for (n = 222; n < 240; n += 3) { /* the next token opens a block, or ends one */
+            static tkv_layer_config layers[2];
+            tkv_config cfg = make_config(2, 3);
+            tkv_append_params p;
+            int positions[13];
+            counting_allocator memory;
+            tkv_cache *kv;
+            tkv_status st;
+            memset(layers, 0, sizeof layers);
+            layers[1].window = 90;
+            cfg.layers = layers;
+            cfg.model.rope.dim = 8;
+            cfg.importance.sample_every = 2;
+            cfg.budget.bytes = (size_t)budget;
+            cfg.host.allocator = counting_allocator_of(&memory);
+            kv = create_cache(&cfg);
+            st = append_to_all_layers(kv, 0, 0, 480, 96);
+            if (!st) st = append_to_all_layers(kv, 1, 1, 120, 96);
+            if (!st) st = append_to_all_layers(kv, 2, 2, n, 96);
+            if (!st) st = tkv_seq_reserve(kv, 0, 57);
+            for (i = 0; i < COUNT(positions); i++) positions[i] = n + 10 * (i / 3) + i;
+            memset(&p, 0, sizeof p);
+            p.seq = 2;
+            p.layer = 1;
+            p.n = COUNT(positions);
+            p.k = k_in;
+            p.v = v_in;
+            p.token_positions = positions;
+            if (!st) st = tkv_append_ex(kv, &p);
+            CHECK_MSG(st == TKV_OK || st == TKV_ERR_BUDGET, "budget %d, %d tokens: %s", budget, n,
+                      tkv_get_last_error(kv));
+            CHECK_EQ(memory.n_refused, 0);
+            check_cache_at(kv, "budget", budget);
+            n_done += !st;
+            n_refused += st != TKV_OK;
+            tkv_destroy(kv);
+        }
+    CHECK(n_done > 20 && n_refused > 0);
+    printf(" %d appends, %d refused ", n_done, n_refused);
+}
+
 /* A reservation lasts until its tokens are appended or the sequence is reset. Other calls do not end it. */
 TEST(reservation_survives_other_calls) {
     static const char *const how[] = {"nothing",
@@ -2402,6 +2447,7 @@ int main(int argc, char **argv) {
     RUN(reservation_not_used_by_other_sequences);
     RUN(reservation_not_used_by_other_rows);
     RUN(reservation_not_used_by_other_layers);
+    RUN(the_index_grows_beside_a_reservation);
     RUN(reservation_survives_other_calls);
     RUN(reserve_limits);
     RUN(truncate_the_tail);

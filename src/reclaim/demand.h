@@ -211,8 +211,8 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
 static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
     const size_t growth =
         tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
-    const int64_t n_taken =
-        (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages + kv->pool.recode_pages;
+    const int64_t n_taken = (int64_t)kv->pool.n_pages - (int64_t)kv->pool.n_free_pages +
+                            tkvi_reserved_pages(&kv->pool) + kv->pool.recode_pages; /* as tkvi_trim_to */
     int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
     if (growth && pages < n_taken) pages = n_taken; /* the index grows before blocks expire */

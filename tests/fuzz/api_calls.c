@@ -499,6 +499,15 @@ static tkv_status append_somehow(const tkv_append_params *p) {
     return st;
 }
 
+/* The position that follows that of the last token. */
+static int next_position(int seq, int layer) {
+    const model_layer *s = &model[seq][layer];
+    return s->len ? s->position[s->len - 1] + 1 : 0;
+}
+
+/* 1 if n more tokens get positions below 2^30. */
+static int has_positions_for(int seq, int layer, int n) { return next_position(seq, layer) <= (1 << 30) - n; }
+
 static tkv_status call_append(void) {
     tkv_append_params p;
     const int seq = choose_seq(), layer = choose_layer(), n = choose_int(0, CHUNK);
@@ -518,6 +527,7 @@ static tkv_status call_append(void) {
     st = append_somehow(&p);
     if (fits) CHECK_MSG(st == TKV_OK, "%d, but it was reserved up to %d", (int)st, reserved[seq]);
     if (bad) CHECK(st != TKV_OK);
+    if (st == TKV_ERR_RANGE) CHECK(call.must_fail || !has_positions_for(seq, layer, n));
     if (st) return st;
     append_to_model(seq, layer, next_id, n, NULL);
     next_id += (uint32_t)n;
@@ -528,12 +538,6 @@ static tkv_status call_append(void) {
 static void note_recoding(void) {
     int i;
     for (i = 0; i < 2 * SEQS; i++) model[i / 2][i % 2].exact_from = model[i / 2][i % 2].len;
-}
-
-/* The position that follows that of the last token. */
-static int next_position(int seq, int layer) {
-    const model_layer *s = &model[seq][layer];
-    return s->len ? s->position[s->len - 1] + 1 : 0;
 }
 
 /* Appends n tokens to all layers, as programs do. A layer that lags catches up. */
@@ -547,6 +551,7 @@ static tkv_status append_to_all(int seq, int n) {
             make_row(next_id + (uint32_t)t, l, 1, v_in + t * v_row);
         }
         st = tkv_append(kv, seq, l, k_in, has_v_in_k(l) ? NULL : v_in, some);
+        if (st == TKV_ERR_RANGE) CHECK(!has_positions_for(seq, l, some));
         if (!st) append_to_model(seq, l, next_id, some, NULL);
         next_id += (uint32_t)some;
     }
@@ -693,6 +698,9 @@ static tkv_status call_append_batch(void) {
     sprintf(call.text, "append %d of a batch of %d (%d to sequence %d) to layer %d", n, n_rows, rows[0].n,
             rows[0].seq, layer);
     st = append_somehow(&p);
+    for (i = 0; i < n_rows && !call.must_fail && st == TKV_ERR_RANGE; i++)
+        if (!has_positions_for(rows[i].seq, layer, rows[i].n)) break;
+    if (st == TKV_ERR_RANGE) CHECK(call.must_fail || i < n_rows);
     if (st) return st;
     for (i = 0, n = 0; i < n_rows && !call.must_fail; i++) {
         append_to_model(rows[i].seq, layer, next_id + (uint32_t)n, rows[i].n, NULL);
@@ -802,7 +810,7 @@ static tkv_status call_reorder(void) {
     const int first = choose_int(0, SEQS - 1), n = choose_int(0, is_seq(first) ? SEQS - first : 0);
     tkv_status st;
     int i, is_open = 0;
-    if (is_seq(first) && (n < 0 || n > SEQS - first)) call.must_fail = 1;
+    if (!is_seq(first) || n < 0 || n > SEQS - first) call.must_fail = 1;
     sprintf(call.text, "reorder %d from sequence %d on", n, first);
     for (i = 0; i < SEQS; i++) {
         sources[i] = i < n ? choose_int(0, n - 1) : 0;
@@ -1445,12 +1453,15 @@ static tkv_status call_set_sinks(void) {
     CHECK_EQ(st == TKV_ERR_STATE, in_step[seq]);
     if (st == TKV_ERR_UNSUPPORTED) CHECK(cfg.tiers.n_anchors || (in_place && !budget_before));
     if (on && n && start + n > min_len(seq)) CHECK(st != TKV_OK);
-    for (l = 0; l < 2 && !st; l++)
+    for (l = 0; l < 2 && !st; l++) {
+        tkv_layer_info info;
+        const int n_expired = tkv_get_layer(kv, seq, l, &info) || has_window_sinks(l) ? 0 : info.expired;
         for (i = start; i < model[seq][l].len && i - start < n; i++) {
             const int state = model[seq][l].state[i];
-            if (on) CHECK(state == LIVE || (state == EXPIRED && !has_window_sinks(l)));
+            if (on) CHECK(state == LIVE || i < n_expired);
             model[seq][l].is_sink[i] = on && state == LIVE;
         }
+    }
     if (!st) reserved[seq] = 0;
     return st;
 }
@@ -1609,9 +1620,9 @@ static const struct {
     tkv_status (*run)(void);
     unsigned errors; /* that it may give with valid arguments */
 } calls[] = {
-    {"append", 10, call_append, MEMORY_ERRORS | ERR(NONFINITE)},
-    {"append all", 30, call_append_all, MEMORY_ERRORS},
-    {"append batch", 8, call_append_batch, MEMORY_ERRORS},
+    {"append", 10, call_append, MEMORY_ERRORS | ERR(NONFINITE) | ERR(RANGE)},
+    {"append all", 30, call_append_all, MEMORY_ERRORS | ERR(RANGE)},
+    {"append batch", 8, call_append_batch, MEMORY_ERRORS | ERR(RANGE)},
     {"append at", 12, call_append_at, MEMORY_ERRORS | ERR(RANGE) | ERR(UNSUPPORTED)},
     {"begin", 6, call_begin, MEMORY_ERRORS | ERR(STATE)},
     {"end", 10, call_end, ERR(STATE)},
