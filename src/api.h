@@ -1154,7 +1154,8 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  * Blocks keep their formats until age or a budget moves them.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
- *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats; a
+ *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats;
+ *                      blocks that eviction packed, for a cache without cfg.evict and cfg.importance.sample_every; a
  *                      whole cache of another config; one sequence for a whole cache, or the reverse
  *   TKV_ERR_STATE      the sequence is not empty, or a step is open; the cache is not new
  *   TKV_ERR_CAPACITY   token_capacity, max_tokens or scratch is too small, no version of a table is free, or in place
