@@ -118,13 +118,17 @@ static const tkv_format_pair warm_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAUL
                                           {TKV_A40, TKV_R40},
                                           {TKV_A30, TKV_R20},
                                           {TKV_INT8, TKV_FP8_E4M3},
-                                          {TKV_F32, TKV_F16}};
+                                          {TKV_F32, TKV_F16},
+                                          {TKV_BF16, TKV_F32},
+                                          {TKV_KIVI4, TKV_KIVI4}};
 static const tkv_format_pair archive_of[] = {{TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT},
                                              {TKV_KIVI2, TKV_KIVI2},
                                              {TKV_A25, TKV_R15},
                                              {TKV_A30, TKV_R20},
                                              {TKV_FP4, TKV_INT4},
-                                             {TKV_F32, TKV_F16}};
+                                             {TKV_F32, TKV_F16},
+                                             {TKV_F16, TKV_F16}, /* as the hot tier */
+                                             {TKV_F16, TKV_F16}};
 
 /* >>restored blocks */
 TEST(restored_blocks_are_the_same) {

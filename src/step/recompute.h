@@ -184,7 +184,9 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
     int n = 0;
     layouts[n++] = spec->layout[TKV_TIER_HOT];
     if (b->previous_layout) layouts[n++] = b->previous_layout - 1;
-    if (!tkvi_is_hot_layout(kv, layer, b->layout)) layouts[n++] = b->layout;
+    if (n > 1 ||
+        !tkvi_is_hot_layout(kv, layer, b->layout)) /* the archive may have the formats of the hot tier */
+        layouts[n++] = b->layout;
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
     if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
         tkvi_must_wait_for_table(kv, layer, tier))
