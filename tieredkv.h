@@ -38496,8 +38496,8 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int64_t fewest = (int64_t)list->expired + kv->tables.plan[layer].kept_window;
     const int last = tkvi_min(n_tokens, list->len) - 1;
-    if (!list->is_moved || !list->n || last < 0)
-        return fewest; /* a cut can leave no block, but tokens gone */
+    if (!list->is_moved || !list->n || last < list->expired)
+        return fewest; /* a cut can leave no block, but tokens gone; and expired tokens tell no position */
     return tkvi_expired_position(kv, layer, list, ids) + (int64_t)kv->tables.plan[layer].kept_window -
            (tkvi_index_position(kv, list, ids, last) - last);
 }

@@ -1890,6 +1890,34 @@ TEST(slides_behind_removed_tokens) {
 
 /* Nothing is left behind the span of a slide: the tokens there had been evicted, and a cut has taken the later ones. The
  * last block goes on without tokens, and appends go on behind the tokens that were cut. */
+/* Tokens behind expired ones moved to lower positions. An expired token has none, so it cannot be the last one. */
+TEST(cuts_among_expired_tokens) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1);
+    tkv_cache *kv;
+    tkv_layer_info info;
+    int cut;
+    cfg.model.window = 40;
+    cfg.model.window_sinks = 1;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 300, 40);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 60, 300, -50), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.expired > 60);
+    for (cut = 1; cut < 4 + info.expired + 40; cut++) {
+        CHECK_EQ(tkv_seq_truncate(kv, 0, cut), TKV_ERR_RANGE);
+        CHECK_EQ(tkv_get_length(kv, 0, 0), 300);
+    }
+    CHECK_EQ(tkv_seq_remove(kv, 0, 6, 1000), TKV_ERR_RANGE);
+    check_cache(kv);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, cut), TKV_OK);
+    check_cache(kv);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 0), TKV_OK);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 TEST(slides_that_leave_sinks_alone) {
     static tkv_layer_config layers[2];
     static plain_sequence s;
@@ -2461,6 +2489,7 @@ int main(int argc, char **argv) {
     RUN(sinks_beyond_a_window_stay_in_front);
     RUN(slides_of_torn_sequences);
     RUN(slides_behind_removed_tokens);
+    RUN(cuts_among_expired_tokens);
     RUN(slides_that_leave_sinks_alone);
     RUN(slides_of_layers_that_differ);
     RUN(copied_sinks_end_where_sinks_end);
