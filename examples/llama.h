@@ -1217,9 +1217,10 @@ static inline tkv_status llama_forward_with(const llama_model *m, const int *tok
     float *angles = up + count * ffn;
     float *rows = angles + count * 2 * pairs;
 
+    const double size = llama_rope_size(m);
     if (m->rope_factors.data) llama_row(&m->rope_factors, 0, rows);
     for (size_t j = 0; j < pairs; j++) {
-        const double frequency = llama_frequency(m, rows, (int)j), size = llama_rope_size(m);
+        const double frequency = llama_frequency(m, rows, (int)j);
         for (size_t i = 0; i < count; i++) {
             angles[2 * (i * pairs + j)] = (float)(size * cos(frequency * (double)((size_t)pos + i)));
             angles[2 * (i * pairs + j) + 1] = (float)(size * sin(frequency * (double)((size_t)pos + i)));
