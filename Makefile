@@ -130,7 +130,7 @@ fuzz: build/fuzz/$(TARGET)
 	    build/fuzz/$(TARGET)_inputs $(wildcard tests/data/$(TARGET))
 
 # On a GPU.
-build/gpu_check: tests/cuda_cache.cpp tieredkv_cuda.cu $(HEADERS)
+build/gpu_check: tests/test_cuda.cpp $(wildcard tests/cuda_*) tieredkv_cuda.cu $(HEADERS)
 	@mkdir -p $(@D)
 	$(NVCC) -O3 $(NVCC_FLAGS) -x cu $< -o $@
 

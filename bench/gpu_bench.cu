@@ -5,6 +5,7 @@
  *     nvcc -O3 -arch=native bench/gpu_bench.cu -o gpu_bench && ./gpu_bench                    make gpu-bench
  *     ./gpu_bench --csv file       also writes the results for a program; gpu_sdpa.py adds PyTorch's
  *     ./gpu_bench --small          small shapes, as a check that it runs
+ *     ./gpu_bench --plan balanced --batch 8 --tokens 32768        one row, for a profiler
  *
  * Shapes have 32 query heads and 8 KV heads of 128 channels, and one query per sequence. The last ones have 64
  * queries, a chunk of a prompt. A shape has enough layers (at most 96) for 4 times the L2 cache. A graph runs through
@@ -284,18 +285,28 @@ static int report(const device *d, const plan *p, int batch, int context, int qu
     return 1;
 }
 
+static void print_row(const char *plan, int batch, int context, const figures *f, double fp16, double read) {
+    printf("%-9s %5d %7d %9.2f %9.1f %6.2f %5.0f%% %7.2fx %8.1f %8.1f\n", plan, batch, context,
+           f->bytes / 1e6, f->attend, f->bytes / f->attend / 1e6, 100.0 * f->bytes / f->attend * 1e6 / read,
+           fp16 / f->attend, f->append, f->append_most);
+    fflush(stdout);
+}
+
 int main(int argc, char **argv) {
     static const int contexts[] = {8192, 32768, 131072}, batches[] = {1, 8};
-    const char *csv_name = NULL;
-    int quick = 0, devices = 0, i, c, b;
+    const char *csv_name = NULL, *only = NULL;
+    int quick = 0, devices = 0, only_batch = 1, only_tokens = 32768, i, c, b;
     FILE *csv = NULL;
     device d;
     cudaDeviceProp about;
     for (i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--small") == 0) quick = 1;
         else if (strcmp(argv[i], "--csv") == 0 && i + 1 < argc) csv_name = argv[++i];
+        else if (strcmp(argv[i], "--plan") == 0 && i + 1 < argc) only = argv[++i];
+        else if (strcmp(argv[i], "--batch") == 0 && i + 1 < argc) only_batch = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--tokens") == 0 && i + 1 < argc) only_tokens = atoi(argv[++i]);
         else {
-            fprintf(stderr, "%s [--csv file] [--small]\n", argv[0]);
+            fprintf(stderr, "%s [--csv file] [--small] [--plan name] [--batch n] [--tokens n]\n", argv[0]);
             return 2;
         }
     }
@@ -315,6 +326,17 @@ int main(int argc, char **argv) {
     printf("us, MB: of a layer; append: mean of 128 tokens, the most of one\n\n");
     printf("%-9s %5s %7s %9s %9s %6s %6s %8s %8s %8s\n", "plan", "batch", "tokens", "MB", "us", "TB/s",
            "share", "by fp16", "append", "most");
+    if (only) {
+        figures f;
+        for (i = 0; i < PLANS && strcmp(plans[i].name, only) != 0; i++) {}
+        if (i == PLANS || only_batch < 1 || only_tokens < CHUNK) {
+            fprintf(stderr, "no such plan, batch or number of tokens\n");
+            return 2;
+        }
+        if (report(&d, &plans[i], only_batch, only_tokens, 1, quick, csv, &f))
+            print_row(only, only_batch, only_tokens, &f, f.attend, d.read);
+        return 0;
+    }
     for (b = 0; b < 2; b++)
         for (c = 0; c < (quick ? 1 : 3); c++) {
             const int context = quick ? 256 : contexts[c], batch = batches[b];
@@ -323,10 +345,7 @@ int main(int argc, char **argv) {
                 figures f;
                 if (!report(&d, &plans[i], batch, context, 1, quick, csv, &f)) continue;
                 if (i == 0) fp16 = f.attend;
-                printf("%-9s %5d %7d %9.2f %9.1f %6.2f %5.0f%% %7.2fx %8.1f %8.1f\n", plans[i].name, batch,
-                       context, f.bytes / 1e6, f.attend, f.bytes / f.attend / 1e6,
-                       100.0 * f.bytes / f.attend * 1e6 / d.read, fp16 / f.attend, f.append, f.append_most);
-                fflush(stdout);
+                print_row(plans[i].name, batch, context, &f, fp16, d.read);
             }
         }
     printf("\n%d queries at the end of so many tokens, batch 1; append: of %d tokens\n\n", CHUNK, CHUNK);

@@ -1,6 +1,6 @@
 /*
- * Decode attention of tieredkv_cuda.cu on an emulated GPU (cuda_on_cpu.h), against double precision on decoded
- * values.
+ * Decode attention of tieredkv_cuda.cu on a GPU, or on an emulated one (cuda_on_cpu.h), against double precision on
+ * decoded values. A part of test_cuda.cpp.
  *
  * The tests fill a cache of tieredkv.h and import it. The kernels and tkv_attend_reference get the same queries.
  */
@@ -11,6 +11,7 @@
 
 enum { MAX_QUERIES = 8 }; /* of a call */
 
+#ifndef __CUDACC__ /* the host runs functions of the device */
 /* >>unpacking: every width and plane, as K and as V, against core/tile.h */
 #define N_TILES 16 /* tiles */
 
@@ -168,6 +169,8 @@ TEST(unpacking) {
     check_banks<6>(2, 2);
     check_banks<8>(2, 4);
 }
+
+#endif /* __CUDACC__ */
 
 /* >>attention */
 TEST(formats) {
@@ -332,20 +335,16 @@ TEST(rows_by_map) {
 /* The host learns tables during the appends. Neighbouring blocks then use different table versions. */
 TEST(table_versions) {
     static const char *const presets[] = {"balanced", "compact", "extreme"};
-    int i, b, changes;
+    int i;
     for (i = 0; i < 3; i++) {
         tkv_config cfg = config_of(i == 1 ? 64 : 128, 4, 2);
-        const tkvcu_view *v;
         rig r;
         CHECK_EQ(tkv_apply_preset(&cfg, presets[i]), TKV_OK);
         cfg.tiers.warm_tokens = 256;
         if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
         append_random(&r, 0, 3000);
         import_all(&r);
-        v = tkvcu_find_view(r.cu, 0);
-        for (b = 1, changes = 0; b < v->list[0].archive + v->list[0].warm; b++)
-            changes += v->version[b] != v->version[b - 1];
-        CHECK_MSG(changes > 0, "all blocks have one version");
+        CHECK_MSG(count_version_changes(&r) > 0, "all blocks have one version");
         check_attend(&r, &plain, presets[i]);
         rig_close(&r);
     }
@@ -453,8 +452,7 @@ TEST(query_heads_of_different_size) {
             CHECK_EQ(tkv_attend_reference(r.kv, &a), TKV_OK);
             if (kind == 3) q[3] = INFINITY;
             if (kind == 4) q[7] = NAN;
-            CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, 1, NULL, out.data(), NULL, NULL, NULL),
-                     TKV_OK);
+            CHECK_EQ(attend_on_device(&r, q.data(), TKV_TYPE_F32, 1, NULL, out.data(), NULL, NULL), TKV_OK);
             for (c = 0; c < DIM; c++)
                 CHECK_MSG((out[(size_t)c] == out[(size_t)c]) == (kind < 3), "%s, %d", formats[i], kind);
             for (c = kind >= 2 ? 1 : 0; c < HEADS; c++) {
@@ -470,7 +468,9 @@ TEST(query_heads_of_different_size) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
+#ifndef __CUDACC__
     RUN(unpacking);
+#endif
     RUN(formats);
     RUN(exact_formats_and_lengths);
     RUN(head_groups_and_queries);

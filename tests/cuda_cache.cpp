@@ -1,8 +1,6 @@
 /*
- * tieredkv_cuda.cu as a whole: sizes, transfer, append, attention, graphs, truncation, errors. It runs on an emulated
- * GPU (cuda_on_cpu.h) as a part of test_cuda.cpp, or on a GPU:
- *
- *     nvcc -O3 -arch=native -x cu tests/cuda_cache.cpp -o gpu_check         make gpu-check
+ * tieredkv_cuda.cu as a whole: sizes, transfer, append, attention, graphs, truncation, errors. It is a part of
+ * test_cuda.cpp.
  *
  * A cache of tieredkv.h gets the same tokens. The tests compare the bytes of all blocks with it, and attention with
  * tkv_attend_reference. Device memory is filled with NaN first, and has borders that must not change.
@@ -1035,11 +1033,6 @@ TEST(error_texts) {
 }
 
 int main(int argc, char **argv) {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-        printf("there is no GPU here: nothing was checked\n");
-        return 1;
-    }
     tkv_test_begin(argc, argv);
     RUN(append_gives_host_bytes);
     RUN(import_and_export);

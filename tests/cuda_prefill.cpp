@@ -1,6 +1,6 @@
 /*
- * Prefill attention of tieredkv_cuda.cu (9 to 64 queries) on an emulated GPU (cuda_on_cpu.h), against double
- * precision on decoded values, as in cuda_attend.cpp.
+ * Prefill attention of tieredkv_cuda.cu (9 to 64 queries), against double precision on decoded values, as in
+ * cuda_attend.cpp. A part of test_cuda.cpp.
  */
 #include "cuda_rig.h"
 
@@ -162,8 +162,6 @@ TEST(rows_by_map) {
 TEST(table_versions) {
     tkv_config cfg = config_of(128, 2, 2);
     const options o = options_with_queries(10);
-    const tkvcu_view *v;
-    int b, changes = 0;
     rig r;
     CHECK_EQ(tkv_apply_preset(&cfg, "extreme"), TKV_OK);
     cfg.tiers.warm_tokens = 256;
@@ -171,9 +169,7 @@ TEST(table_versions) {
     if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
     append_random(&r, 0, 2300);
     import_all(&r);
-    v = tkvcu_find_view(r.cu, 0);
-    for (b = 1; b < v->list[0].archive + v->list[0].warm; b++) changes += v->version[b] != v->version[b - 1];
-    CHECK_MSG(changes > 0, "all blocks have one version");
+    CHECK_MSG(count_version_changes(&r) > 0, "all blocks have one version");
     check_attend(&r, &o, "extreme");
     rig_close(&r);
 }
@@ -197,11 +193,9 @@ TEST(same_as_decode_kernel) {
         for (k = 0; k < 2; k++)
             part.insert(part.end(), q.begin() + (long)((k + 1) * queries - last) * row,
                         q.begin() + (long)((k + 1) * queries) * row);
-        CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, queries, NULL, out.data(), NULL, NULL, NULL),
+        CHECK_EQ(attend_on_device(&r, q.data(), TKV_TYPE_F32, queries, NULL, out.data(), NULL, NULL), TKV_OK);
+        CHECK_EQ(attend_on_device(&r, part.data(), TKV_TYPE_F32, last, NULL, decode_out.data(), NULL, NULL),
                  TKV_OK);
-        CHECK_EQ(
-            tkvcu_attend(r.cu, 0, part.data(), TKV_TYPE_F32, last, NULL, decode_out.data(), NULL, NULL, NULL),
-            TKV_OK);
         part.clear();
         for (k = 0; k < 2; k++)
             part.insert(part.end(), out.begin() + (long)((k + 1) * queries - last) * row,
@@ -260,8 +254,11 @@ TEST(a_prompt_in_chunks) {
     std::vector<float> k(CHUNK * KV * DIM), v(k.size()), q(CHUNK * HEADS * DIM), out(q.size()),
         want(q.size());
     std::vector<float> lse(CHUNK * HEADS), lse_want(lse.size());
+    float *d_k, *d_v, *d_q, *d_out, *d_lse;
     tkv_attend_params a;
-    cudaGraph_t graph;
+    cudaStream_t stream = NULL;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t run = NULL;
     int i;
     rig r;
     cfg.limits.max_seqs = 1;
@@ -270,11 +267,18 @@ TEST(a_prompt_in_chunks) {
         TKV_KIVI4; /* formats without tables: the host would learn other tables */
     cfg.tiers.archive.k = cfg.tiers.archive.v = TKV_KIVI2;
     if (!rig_open(&r, &cfg, MAX_QUERIES)) return;
-    CHECK_EQ(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    CHECK_EQ(tkvcu_append(r.cu, 0, k.data(), v.data(), TKV_TYPE_F32, CHUNK, NULL, NULL), TKV_OK);
-    CHECK_EQ(tkvcu_attend(r.cu, 0, q.data(), TKV_TYPE_F32, CHUNK, NULL, out.data(), lse.data(), NULL, NULL),
-             TKV_OK);
-    CHECK_EQ(cudaStreamEndCapture(NULL, &graph), cudaSuccess);
+    d_k = copy_to_device(k.data(), k.size());
+    d_v = copy_to_device(v.data(), v.size());
+    d_q = copy_to_device(q.data(), q.size());
+    d_out = copy_to_device(out.data(), out.size());
+    d_lse = copy_to_device(lse.data(), lse.size());
+    CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    CHECK_EQ(tkvcu_append(r.cu, 0, d_k, d_v, TKV_TYPE_F32, CHUNK, NULL, stream), TKV_OK);
+    CHECK_EQ(tkvcu_attend(r.cu, 0, d_q, TKV_TYPE_F32, CHUNK, NULL, d_out, d_lse, NULL, stream), TKV_OK);
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
     memset(&a, 0, sizeof a);
     a.n = CHUNK;
     a.q = q.data();
@@ -285,12 +289,20 @@ TEST(a_prompt_in_chunks) {
         tkv_rng_fill(&r.rng, v.data(), v.size(), 1.0);
         tkv_rng_fill(&r.rng, q.data(), q.size(), 1.0);
         CHECK_EQ(tkv_append(r.kv, 0, 0, k.data(), v.data(), CHUNK), TKV_OK);
-        CHECK_EQ(cudaGraphLaunch(graph, NULL), cudaSuccess);
+        CHECK_EQ(cudaMemcpy(d_k, k.data(), k.size() * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
+        CHECK_EQ(cudaMemcpy(d_v, v.data(), v.size() * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
+        CHECK_EQ(cudaMemcpy(d_q, q.data(), q.size() * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
+        CHECK_EQ(cudaGraphLaunch(run, stream), cudaSuccess);
+        CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        copy_from_device(out.data(), d_out, out.size());
+        copy_from_device(lse.data(), d_lse, lse.size());
         CHECK_EQ(tkv_attend_reference(r.kv, &a), TKV_OK);
         CHECK_LE(relative_error(want, out, DIM), 3e-3);
         CHECK_LE(relative_error(lse_want, lse, CHUNK * HEADS), 3e-3);
     }
-    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    CHECK_EQ(cudaGraphExecDestroy(run), cudaSuccess);
+    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    for (float *d : {d_k, d_v, d_q, d_out, d_lse}) (void)cudaFree(d);
     rig_close(&r);
 }
 

@@ -1,14 +1,18 @@
 /*
- * cuda_rig.h - a cache on the host, its copy on the emulated device (cuda_on_cpu.h), and attention of both.
+ * cuda_rig.h - a cache on the host, its copy on the device (a GPU, or one emulated by cuda_on_cpu.h), and attention of
+ * both.
  */
 #ifndef CUDA_RIG_H
 #define CUDA_RIG_H
 
+#ifndef __CUDACC__
 #include "cuda_on_cpu.h"
+#endif
 #include "../tieredkv_cuda.cu"
 #include "tkv_test.h"
 
 #include <string>
+#include <vector>
 
 typedef struct rig {
     tkv_config cfg;
@@ -21,10 +25,33 @@ typedef struct rig {
     int no_reference;     /* 1: attend_both() computes no reference */
 } rig;
 
+/* Returns a copy of n elements in device memory. NULL stays NULL. */
+template <class T> static T *copy_to_device(const T *x, size_t n) {
+    void *p = NULL;
+    if (!x) return NULL;
+    CHECK_EQ(cudaMalloc(&p, n * sizeof *x), cudaSuccess);
+    CHECK_EQ(cudaMemcpy(p, x, n * sizeof *x, cudaMemcpyHostToDevice), cudaSuccess);
+    return (T *)p;
+}
+
+template <class T> static void copy_from_device(T *x, const T *p, size_t n) {
+    if (x) CHECK_EQ(cudaMemcpy(x, p, n * sizeof *x, cudaMemcpyDeviceToHost), cudaSuccess);
+}
+
+/* Device memory that is filled with NaN. */
+static void *take_device_memory(size_t bytes) {
+    void *p = NULL;
+    CHECK_EQ(cudaMalloc(&p, bytes), cudaSuccess);
+    CHECK_EQ(cudaMemset(p, 0xff, bytes), cudaSuccess);
+    return p;
+}
+
 static void device_close(rig *r) {
     tkvcu_destroy(r->cu);
-    free(r->cache);
-    free(r->work);
+    r->cu = NULL;
+    (void)cudaFree(r->cache);
+    (void)cudaFree(r->work);
+    r->cache = r->work = NULL;
 }
 
 static void rig_close(rig *r) {
@@ -39,10 +66,8 @@ static int device_open(rig *r, const tkv_config *cfg) {
     int st = tkvcu_get_required_bytes(&config, &cache, &work, reason, sizeof reason);
     CHECK_MSG(st == TKV_OK, "%d: %s", st, reason);
     if (st) return 0;
-    r->cache = aligned_alloc(256, cache);
-    r->work = aligned_alloc(256, (work + 255) / 256 * 256);
-    memset(r->cache, 0xff, cache);
-    memset(r->work, 0xff, work);
+    r->cache = take_device_memory(cache);
+    r->work = take_device_memory(work);
     st = tkvcu_create(&config, r->cache, cache, r->work, work, NULL, &r->cu);
     CHECK_EQ(st, TKV_OK);
     return st == TKV_OK;
@@ -141,11 +166,35 @@ typedef struct options {
 #define UNWRITTEN 7.5f
 
 static uint16_t to_16_bits(tkv_type type, float x) {
-    return (uint16_t)(type == TKV_TYPE_F16 ? cpu_to_half(x) : cpu_to_bfloat(x));
+    return type == TKV_TYPE_F16 ? tkvi_f32_to_f16(x) : tkvi_f32_to_bf16(x);
 }
 
 static float from_16_bits(tkv_type type, uint16_t x) {
-    return type == TKV_TYPE_F16 ? cpu_half(x) : cpu_bfloat(x);
+    return type == TKV_TYPE_F16 ? tkvi_f16_to_f32(x) : tkvi_bf16_to_f32(x);
+}
+
+/* tkvcu_attend() with copies of all arguments in device memory. p, lse and map may be NULL. */
+static tkv_status attend_on_device(rig *r, const void *q, tkv_type type, int queries,
+                                   const tkvcu_attend_params *p, void *out, float *lse, const int32_t *map) {
+    const size_t n_seqs = (size_t)r->cfg.limits.max_seqs, heads = (size_t)r->cfg.model.n_heads,
+                 rows = n_seqs * (size_t)queries * heads,
+                 bytes = rows * (size_t)r->cfg.model.head_dim * (type == TKV_TYPE_F32 ? 4 : 2);
+    uint8_t *d_q = copy_to_device((const uint8_t *)q, bytes), *d_out = copy_to_device((uint8_t *)out, bytes);
+    float *d_lse = copy_to_device(lse, rows), *d_sinks = copy_to_device(p ? p->d_sink_logits : NULL, heads);
+    int32_t *d_map = copy_to_device(map, n_seqs);
+    tkvcu_attend_params d_p;
+    tkv_status st;
+    if (p) {
+        d_p = *p;
+        d_p.d_sink_logits = d_sinks;
+    }
+    st = tkvcu_attend(r->cu, 0, d_q, type, queries, p ? &d_p : NULL, d_out, d_lse, d_map, NULL);
+    CHECK_EQ(cudaStreamSynchronize(NULL), cudaSuccess);
+    copy_from_device((uint8_t *)out, d_out, bytes);
+    copy_from_device(lse, d_lse, rows);
+    for (void *d : {(void *)d_q, (void *)d_out, (void *)d_lse, (void *)d_sinks, (void *)d_map})
+        (void)cudaFree(d);
+    return st;
 }
 
 /* Results of a call, as floats, and of the reference. Queries before the first token have zeros. */
@@ -178,8 +227,8 @@ static result attend_both(rig *r, const options *o, uint64_t seed) {
     }
     tkv_rng_fill(&rng, sinks.data(), sinks.size(), 2.0);
     if (o->sinks) p.d_sink_logits = sinks.data();
-    CHECK_EQ(tkvcu_attend(r->cu, 0, is_f32 ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
-                          is_f32 ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map, NULL),
+    CHECK_EQ(attend_on_device(r, is_f32 ? (void *)q.data() : q16.data(), o->type, o->queries, &p,
+                              is_f32 ? (void *)x.out.data() : out16.data(), x.lse.data(), o->map),
              TKV_OK);
     for (i = 0; i < all && !is_f32; i++) x.out[i] = from_16_bits(o->type, out16[i]);
     for (s = 0; s < n_seqs && !r->no_reference; s++) {
@@ -251,6 +300,20 @@ static void import_all(rig *r) {
                       tkvcu_get_last_error(r->cu));
 }
 
+/* Returns how many blocks of sequence 0 have another table version than the block before. */
+static int count_version_changes(const rig *r) {
+    const tkvcu_view *v = tkvcu_find_view(r->cu, 0);
+    std::vector<uint8_t> version;
+    tkvcu_list list;
+    size_t b;
+    int changes = 0;
+    copy_from_device(&list, v->list, 1);
+    version.resize((size_t)(list.archive + list.warm));
+    copy_from_device(version.data(), v->version, version.size());
+    for (b = 1; b < version.size(); b++) changes += version[b] != version[b - 1];
+    return changes;
+}
+
 /* Attends to lone keys among others of several sizes, in all formats A and both head_dims. */
 static void check_lone_keys(int max_queries, int queries) {
     static const struct {
@@ -287,8 +350,7 @@ static void check_skipped_rows(rig *r, const int32_t *map, int queries) {
     std::vector<float> q(all, 1.0f), out(all, UNWRITTEN), lse(all / (size_t)dim, UNWRITTEN);
     uint32_t flags = 0;
     size_t i;
-    CHECK_EQ(tkvcu_attend(r->cu, 0, q.data(), TKV_TYPE_F32, queries, NULL, out.data(), lse.data(), map, NULL),
-             TKV_OK);
+    CHECK_EQ(attend_on_device(r, q.data(), TKV_TYPE_F32, queries, NULL, out.data(), lse.data(), map), TKV_OK);
     for (i = 0; i < all; i++) {
         const int skipped = map[i / row] < 0 || map[i / row] >= n_seqs;
         CHECK_MSG((out[i] == UNWRITTEN) == skipped, "element %zu of out is %g", i, (double)out[i]);
@@ -298,18 +360,30 @@ static void check_skipped_rows(rig *r, const int32_t *map, int queries) {
     CHECK_EQ(flags, TKVCU_FLAG_SEQUENCE);
 }
 
+/* Sets the number of multiprocessors of the emulated device. Returns 0 on a GPU, which keeps its own. */
+static int set_processors(int n) {
+#ifdef __CUDACC__
+    (void)n;
+    return 0;
+#else
+    cpu_processors = n;
+    return 1;
+#endif
+}
+
 /* A device gives the same bits in every call and in any order of threads. Another number of multiprocessors divides
- * the work differently: results then agree within 2e-3. step: 2 leaves out every second number. */
+ * the work differently: results then agree within 2e-3. step: 2 leaves out every second number. A GPU is measured
+ * once, as it is. */
 static void check_same_bits(rig *r, const options *o, const int *processors, size_t n, size_t step,
                             uint64_t seed) {
-    const int usual = cpu_processors;
     std::vector<float> first;
     size_t i;
-    for (i = 0; i < n; i += step) {
+    int more = 1;
+    for (i = 0; i < n && more; i += step) {
         result a, again, reversed;
         char name[64];
         device_close(r);
-        cpu_processors = processors[i];
+        more = set_processors(processors[i]);
         if (!device_open(r, &r->cfg)) break;
         import_all(r);
         snprintf(name, sizeof name, "%d multiprocessors", processors[i]);
@@ -329,7 +403,7 @@ static void check_same_bits(rig *r, const options *o, const int *processors, siz
         CHECK_MSG(relative_error(first, a.out, r->cfg.model.head_dim) <= 2e-3, "%s: %g", name,
                   relative_error(first, a.out, r->cfg.model.head_dim));
     }
-    cpu_processors = usual;
+    (void)set_processors(3); /* as cuda_on_cpu.h begins */
 }
 
 #endif /* CUDA_RIG_H */

@@ -1,8 +1,9 @@
 /*
- * The three tests of tieredkv_cuda.cu on an emulated GPU (cuda_on_cpu.h) as one program. A compiler spends most of
- * its time on the kernels, and they use the same ones.
+ * The three tests of tieredkv_cuda.cu as one program, on an emulated GPU (cuda_on_cpu.h) or on a GPU. A compiler spends
+ * most of its time on the kernels, and they use the same ones.
  *
  *     g++ -std=c++17 -O2 tests/test_cuda.cpp -o test_cuda -lm
+ *     nvcc -O3 -arch=native -x cu tests/test_cuda.cpp -o gpu_check            make gpu-check
  */
 #include "cuda_rig.h"
 
@@ -23,7 +24,12 @@ namespace cuda_prefill {
 #undef main
 
 int main(int argc, char **argv) { /* the counts add up; the last line has them all */
-    int failed = cuda_cache::test_main(argc, argv);
+    int failed, devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("there is no GPU here: nothing was checked\n");
+        return 1;
+    }
+    failed = cuda_cache::test_main(argc, argv);
     failed |= cuda_attend::test_main(argc, argv);
     return cuda_prefill::test_main(argc, argv) | failed;
 }
