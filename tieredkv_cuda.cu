@@ -2883,7 +2883,7 @@ TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D,
     for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
         b.scratch[threadIdx.x] = i < n && version[i] != version[0];
-        __syncthreads();
+        if (!__syncthreads_or(b.scratch[threadIdx.x])) continue;
         for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
             if (b.scratch[i]) return from + i;
         __syncthreads();
@@ -3104,10 +3104,57 @@ TKVCU_DEVICE void tkvcu_rotate_window(float *x, int n, int log2n) {
     __syncthreads();
 }
 
+/* The slots of a section, in the order of the thread blocks that worked on it: first, first + 1 .. */
+typedef struct tkvcu_slots {
+    const float *column; /* of the first slot */
+    size_t stride;       /* floats from slot to slot */
+    int n;
+} tkvcu_slots;
+
+/* Adds slots [from, from + n) to channel `tid`. Loads do not wait for each other: a slot comes from far away. */
+TKVCU_DEVICE float tkvcu_add_slots(const tkvcu_slots &s, int from, int n, const float *weight, int tid,
+                                   float sum) {
+    enum { AT_ONCE = 8 };
+    const float *x = s.column + (size_t)from * s.stride + 2 + (size_t)tid;
+    int i, k;
+    TKVCU_ROLL
+    for (i = 0; i < n; i += AT_ONCE, x += AT_ONCE * s.stride) {
+        float y[AT_ONCE];
+        TKVCU_UNROLL
+        for (k = 0; k < AT_ONCE; k++) y[k] = i + k < n ? x[(size_t)k * s.stride] : 0.0f;
+        TKVCU_UNROLL
+        for (k = 0; k < AT_ONCE; k++) sum += y[k] * weight[i + k]; /* weights behind the last one are 0 */
+    }
+    return sum;
+}
+
+/* Returns the maximum or the sum over all threads. `x` has space for a number of each warp. */
+TKVCU_DEVICE float tkvcu_block_max(float y, float *x) {
+    int i;
+    TKVCU_UNROLL
+    for (i = 16; i > 0; i /= 2) y = fmaxf(y, __shfl_xor_sync(0xffffffffu, y, i));
+    if (threadIdx.x % 32 == 0) x[threadIdx.x / 32] = y;
+    __syncthreads();
+    for (i = 0; i < TKVCU_COMBINE_THREADS / 32; i++) y = fmaxf(y, x[i]);
+    __syncthreads();
+    return y;
+}
+
+TKVCU_DEVICE float tkvcu_block_sum(float y, float *x) {
+    int i;
+    TKVCU_UNROLL
+    for (i = 16; i > 0; i /= 2) y += __shfl_xor_sync(0xffffffffu, y, i);
+    if (threadIdx.x % 32 == 0) x[threadIdx.x / 32] = y;
+    __syncthreads();
+    for (i = 1, y = x[0]; i < TKVCU_COMBINE_THREADS / 32; i++) y += x[i];
+    __syncthreads();
+    return y;
+}
+
 __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_combine_kernel(tkvcu_job j, int columns, int column_tiles) {
     __shared__ int before[TKVCU_COMBINE_THREADS], all[TKVCU_COMBINE_THREADS];
-    __shared__ float x[TKV_MAX_HEAD_DIM];
+    __shared__ float x[TKV_MAX_HEAD_DIM], weight[TKVCU_COMBINE_THREADS];
     const int dim = j.view.head_dim, heads = j.view.n_kv_heads, group = j.view.n_heads / heads;
     const int head = (int)blockIdx.x % j.view.n_heads, query = (int)blockIdx.x / j.view.n_heads % j.n_queries;
     const int entry = (int)blockIdx.x / j.view.n_heads / j.n_queries, tid = (int)threadIdx.x;
@@ -3117,7 +3164,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
                  slot_floats = (size_t)(column_tiles * columns) * column_floats;
     const float *first_slot = j.partial + (size_t)column * column_floats; /* start of the column in slot 0 */
     tkvcu_visible visible;
-    int first[TKVCU_SECTIONS], last[TKVCU_SECTIONS];
+    tkvcu_slots slots[TKVCU_SECTIONS];
     float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
     int e, i, c, section, tile, total, blocks;
     int tiles_before = 0, tiles_total = 0;
@@ -3145,36 +3192,51 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     }
     tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
     first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
+    TKVCU_UNROLL
     for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
-        first[section] = 1;
-        last[section] = 0;
+        tkvcu_slots &k = slots[section];
+        int first;
+        k.stride = slot_floats;
+        k.column = first_slot;
+        k.n = 0;
         if (visible.key_tiles[section] == 0) continue;
-        first[section] = (int)((((int64_t)tile + 1) * blocks - 1) / total);
+        first = (int)((((int64_t)tile + 1) * blocks - 1) / total);
+        k.column += (size_t)(first + section) * slot_floats;
         tile += visible.key_tiles[section];
-        last[section] = (int)(((int64_t)tile * blocks - 1) / total);
+        k.n = (int)(((int64_t)tile * blocks - 1) / total) - first + 1;
+        for (i = tid; i < k.n; i += TKVCU_COMBINE_THREADS) top = fmaxf(top, k.column[(size_t)i * k.stride]);
     }
-    for (section = 0; section < TKVCU_SECTIONS; section++)
-        for (c = first[section]; c <= last[section]; c++) {
-            const float *p = first_slot + (size_t)(c + section) * slot_floats;
-            top = fmaxf(top, p[0]);
-        }
+    top = tkvcu_block_max(top, weight);
     if (j.sink_logits) {
         sink = j.sink_logits[head] * TKVCU_LOG2E;
         top = fmaxf(top, sink);
-        l = tkvcu_ex2(sink - top);
+        if (tid == 0) l = tkvcu_ex2(sink - top);
     }
     sum[0] = sum[1] = 0.0f;
+    TKVCU_UNROLL
     for (section = 0; section < TKVCU_SECTIONS; section++) {
+        const tkvcu_slots &k = slots[section];
         const int rotated =
             section < 2 &&
             j.view.side[((size_t)section * (size_t)heads + (size_t)(head / group)) * 2 + 1].kind == TKVCU_R;
-        for (c = first[section]; c <= last[section]; c++) {
-            const float *p = first_slot + (size_t)(c + section) * slot_floats;
-            const float by = tkvcu_ex2(p[0] - top);
-            l += p[1] * by;
-            if (tid < dim) sum[rotated] += p[2 + tid] * by;
+        TKVCU_ROLL
+        for (c = 0; c < k.n; c += TKVCU_COMBINE_THREADS) {
+            const int n = tkvi_min(TKVCU_COMBINE_THREADS, k.n - c);
+            float part;
+            weight[tid] = 0.0f;
+            if (tid < n) {
+                const float *p = k.column + (size_t)(c + tid) * k.stride;
+                weight[tid] = tkvcu_ex2(p[0] - top);
+                l += p[1] * weight[tid];
+            }
+            __syncthreads();
+            part = tid < dim ? tkvcu_add_slots(k, c, n, weight, tid, 0.0f) : 0.0f;
+            if (rotated) sum[1] += part;
+            else sum[0] += part;
+            __syncthreads();
         }
     }
+    l = tkvcu_block_sum(l, weight);
     if (tid < dim) x[tid] = sum[1];
     c = 0;
     while (dim >> (c + 1)) c++;

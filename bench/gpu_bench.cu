@@ -5,7 +5,7 @@
  *     nvcc -O3 -arch=native bench/gpu_bench.cu -o gpu_bench && ./gpu_bench                    make gpu-bench
  *     ./gpu_bench --csv file       also writes the results for a program; gpu_sdpa.py adds PyTorch's
  *     ./gpu_bench --small          small shapes, as a check that it runs
- *     ./gpu_bench --plan balanced --batch 8 --tokens 32768        one row, for a profiler
+ *     ./gpu_bench --plan balanced --batch 8 --tokens 32768 --queries 1        one row, for a profiler
  *
  * Shapes have 32 query heads and 8 KV heads of 128 channels, and one query per sequence. The last ones have 64
  * queries, a chunk of a prompt. A shape has enough layers (at most 96) for 4 times the L2 cache. A graph runs through
@@ -295,7 +295,7 @@ static void print_row(const char *plan, int batch, int context, const figures *f
 int main(int argc, char **argv) {
     static const int contexts[] = {8192, 32768, 131072}, batches[] = {1, 8};
     const char *csv_name = NULL, *only = NULL;
-    int quick = 0, devices = 0, only_batch = 1, only_tokens = 32768, i, c, b;
+    int quick = 0, devices = 0, only_batch = 1, only_tokens = 32768, only_queries = 1, i, c, b;
     FILE *csv = NULL;
     device d;
     cudaDeviceProp about;
@@ -305,8 +305,11 @@ int main(int argc, char **argv) {
         else if (strcmp(argv[i], "--plan") == 0 && i + 1 < argc) only = argv[++i];
         else if (strcmp(argv[i], "--batch") == 0 && i + 1 < argc) only_batch = atoi(argv[++i]);
         else if (strcmp(argv[i], "--tokens") == 0 && i + 1 < argc) only_tokens = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--queries") == 0 && i + 1 < argc) only_queries = atoi(argv[++i]);
         else {
-            fprintf(stderr, "%s [--csv file] [--small] [--plan name] [--batch n] [--tokens n]\n", argv[0]);
+            fprintf(stderr,
+                    "%s [--csv file] [--small] [--plan name] [--batch n] [--tokens n] [--queries n]\n",
+                    argv[0]);
             return 2;
         }
     }
@@ -329,11 +332,11 @@ int main(int argc, char **argv) {
     if (only) {
         figures f;
         for (i = 0; i < PLANS && strcmp(plans[i].name, only) != 0; i++) {}
-        if (i == PLANS || only_batch < 1 || only_tokens < CHUNK) {
-            fprintf(stderr, "no such plan, batch or number of tokens\n");
+        if (i == PLANS || only_batch < 1 || only_tokens < CHUNK || only_queries < 1 || only_queries > CHUNK) {
+            fprintf(stderr, "no such plan, batch or number of tokens or queries\n");
             return 2;
         }
-        if (report(&d, &plans[i], only_batch, only_tokens, 1, quick, csv, &f))
+        if (report(&d, &plans[i], only_batch, only_tokens, only_queries, quick, csv, &f))
             print_row(only, only_batch, only_tokens, &f, f.attend, d.read);
         return 0;
     }

@@ -1246,7 +1246,7 @@ TKVCU_DEVICE int tkvcu_n_same_version(const tkvcu_job &j, tkvcu_attend_shared<D,
     for (from = 0; from < n; from += TKVCU_THREADS) {
         i = from + (int)threadIdx.x;
         b.scratch[threadIdx.x] = i < n && version[i] != version[0];
-        __syncthreads();
+        if (!__syncthreads_or(b.scratch[threadIdx.x])) continue;
         for (i = 0; i < TKVCU_THREADS && from + i < n; i++)
             if (b.scratch[i]) return from + i;
         __syncthreads();
