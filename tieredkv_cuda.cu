@@ -1740,15 +1740,39 @@ TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
     return section == 0 ? r.key_tiles[0] : section == 1 ? r.key_tiles[1] : r.key_tiles[2];
 }
 
-TKVCU_DEVICE int tkvcu_n_key_tiles(const tkvcu_visible &r) {
-    return r.key_tiles[0] + r.key_tiles[1] + r.key_tiles[2];
+/* Thread blocks divide a list of places. A key tile has one. A section has some more before its first key tile, as its
+ * start takes as long as so many key tiles: queries are prepared, and partial results are written. So a thread block
+ * with several sections gets fewer key tiles. */
+#ifndef TKVCU_START_PLACES
+#define TKVCU_START_PLACES 8
+#endif
+
+#define TKVCU_MAX_GRID 1024        /* most thread blocks of a grid that the workspace allows */
+#define TKVCU_FEW_PLACES (1 << 21) /* times TKVCU_MAX_GRID they fit 32 bits */
+
+TKVCU_DEVICE int tkvcu_n_places_in(const tkvcu_visible &r, int section) {
+    const int n = tkvcu_n_key_tiles_in(r, section);
+    return n > 0 ? n + TKVCU_START_PLACES : 0;
 }
 
-/* Returns the first key tile of a thread block. If there are more thread blocks than key tiles, the last ones
- * have none. */
-TKVCU_DEVICE int tkvcu_first_key_tile(int key_tiles, int blocks, int block) {
-    const int working = key_tiles < blocks ? key_tiles : blocks;
-    return block < working ? (int)((int64_t)key_tiles * block / working) : key_tiles;
+TKVCU_DEVICE int tkvcu_n_places(const tkvcu_visible &r) {
+    return tkvcu_n_places_in(r, 0) + tkvcu_n_places_in(r, 1) + tkvcu_n_places_in(r, 2);
+}
+
+/* Returns the first place of a thread block. If there are more thread blocks than places, the last ones have none. A
+ * division of 64 bits takes some 100 instructions. */
+TKVCU_DEVICE int tkvcu_find_first_place(int places, int blocks, int block) {
+    const int working = places < blocks ? places : blocks;
+    if (block >= working) return places;
+    if (places < TKVCU_FEW_PLACES) return (int)((uint32_t)places * (uint32_t)block / (uint32_t)working);
+    return (int)((int64_t)places * block / working);
+}
+
+/* Returns the thread block that works on a place: the inverse of tkvcu_find_first_place. */
+TKVCU_DEVICE int tkvcu_find_worker(int places, int working, int place) {
+    if (places < TKVCU_FEW_PLACES)
+        return (int)(((uint32_t)(place + 1) * (uint32_t)working - 1u) / (uint32_t)places);
+    return (int)((((int64_t)place + 1) * working - 1) / places);
 }
 
 /* Decodes a logarithmic scale, as tkvi_log_value. `mantissa` holds the bits of 2^(k / 16) in shared memory,
@@ -1782,7 +1806,7 @@ struct tkvcu_task {
     int swizzled;               /* V: the codes are copied to swizzled places (unpack.h) */
     uint32_t block;             /* bytes from place to place */
     int group, columns, column; /* query heads per KV head; all columns; first column here */
-    int next_tile, end_tile;    /* in the list of all key tiles */
+    int next_place, end_place;  /* in the list of all places */
 };
 
 /* Queries are scaled by powers of two. In q, the largest product with a scale is 1 to 2, so columns can share one
@@ -1874,6 +1898,13 @@ template <int D, int NT, int VG> TKVCU_DEVICE void tkvcu_clear_partials(tkvcu_pa
     }
 }
 
+/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
+ * registers. */
+TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 /* >>loading */
 /* Starts the copy of a coded side. `middle` is 2048 bytes after the side's start. */
 template <int D>
@@ -1903,6 +1934,7 @@ TKVCU_DEVICE void tkvcu_load_side(uint8_t *slot, const uint8_t *middle, int code
  * Missing rows become copies of the last one. */
 template <int D> TKVCU_DEVICE void tkvcu_load_rows(uint8_t *slot, const uint8_t *from, int rows, int lane) {
     int i;
+    lane = tkvcu_block_hoisting(lane);
     for (i = lane; i < 16 * (D / 8); i += 32) {
         const int row = i / (D / 8), chunk = i % (D / 8), there = row < rows ? row : rows - 1;
         tkvcu_cp_async16(slot + row * (2 * D) + 16 * (chunk ^ (row & (D % 64 ? 3 : 7))),
@@ -2536,7 +2568,8 @@ TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_sha
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
     tkvcu_multiply_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
-    if (side.kind == TKVCU_A) tkvcu_score_outlier<D, NT>(s, slot + 2 * D, base, unit, b, me);
+    if (side.kind == TKVCU_A)
+        tkvcu_score_outlier<D, NT>(s, slot + 2 * D, base, unit, b, me);
     tkvcu_softmax_step(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
@@ -2617,7 +2650,7 @@ template <int D, int NT, int VG>
 TKVCU_DEVICE void tkvcu_score_exact_k(const tkvcu_job &j, const tkvcu_attend_shared<D, NT> &b,
                                       const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u, float s[NT][2],
                                       float f[NT], const uint8_t *slot, int position, int rows) {
-    const int i8 = me.lane % 8, m = me.lane / 8;
+    const int lane = tkvcu_block_hoisting(me.lane), i8 = lane % 8, m = lane / 8;
     float sum[NT][4], most[NT];
     int c, nt, i;
     TKVCU_UNROLL
@@ -2704,38 +2737,63 @@ TKVCU_DEVICE float tkvcu_floor_power(float x, float otherwise) {
     return tkvi_from_bits(bits < 0x7e800000u ? bits : 0x7e800000u);
 }
 
+/* What the queries of a key range are prepared from. It is in slot 1 and in the `work` of warp 0, free until then. */
+template <int D> struct tkvcu_query_source {
+    float *q;         /* [column][channel]; zeros for unused columns */
+    float *scale;     /* [D] of K in the first block of the range: later blocks have similar scales */
+    float *mean;      /* [D] static means */
+    uint8_t *channel; /* [D] the order of the key range, or the natural order for exact rows */
+};
+
+template <int D> TKVCU_DEVICE tkvcu_query_source<D> tkvcu_find_query_source(uint8_t *warps, int slot_bytes) {
+    tkvcu_query_source<D> x;
+    x.q = (float *)(void *)(warps + slot_bytes); /* slot 1: slot 0 gets the first K */
+    x.scale = (float *)(void *)(warps + TKVCU_SLOTS * slot_bytes);
+    x.mean = x.scale + D;
+    x.channel = (uint8_t *)(x.mean + D);
+    return x;
+}
+
+/* The place of a query's channel: columns begin in different banks. */
+template <int D> TKVCU_DEVICE int tkvcu_find_source(int column, int channel) {
+    return column * D + (channel ^ (column & 3));
+}
+
 /* Stores the queries in the orders of their products, with the sign of the scale. Channels are in the order of
  * the key range, or in natural order for exact rows. All threads call it. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
+TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
+                                        const tkvcu_query_source<D> &from) {
     const tkvcu_side &side = b.side[0];
     const tkvcu_task &k = b.task;
-    const int tid = (int)threadIdx.x, exact = side.kind == TKVCU_EXACT;
-    const uint8_t *order = side.table >= 0 && !exact ? j.view.order + side.table : NULL;
+    const int tid = tkvcu_block_hoisting((int)threadIdx.x), exact = side.kind == TKVCU_EXACT;
+    const int ordered = side.table >= 0 && !exact;
     int i, c, r;
+    if (tid < D) {
+        const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
+        float scale = 0.0f;
+        from.channel[tid] = ordered ? j.view.order[side.table + tid] : (uint8_t)tid;
+        from.mean[tid] = ordered ? j.view.mean[side.table + tid] : 0.0f;
+        if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[tid]);
+        else if (side.kind == TKVCU_A && tid < D - 16 * side.slabs[0])
+            scale = tkvcu_decode_log(meta[tid], side.top, b.mantissa);
+        from.scale[tid] = scale;
+    }
+    __syncthreads();
+    TKVCU_ROLL
     for (i = tid / 32; i < 4 * NT; i += TKVCU_WARPS) { /* a warp per column: its unit, and the means */
         const float sign = k.column + i >= k.columns ? 0.0f
                            : j.scale < 0.0f          ? -1.0f
                                                      : 1.0f; /* 0: unused column */
         const float times = fabsf(j.scale) * (j.softcap > 0.0f ? 1.0f / j.softcap : TKVCU_LOG2E);
-        const uint8_t *meta = k.from[0] - 2048 + side.code_bytes;
         float sum = 0.0f, most = 0.0f, product = 0.0f, q_unit, q16_unit;
-        if (k.column + i < k.columns) {
-            const size_t at = tkvcu_find_query(j, k, k.column + i);
-            for (c = tid % 32; c < D; c += 32) {
-                const int channel = order ? order[c] : c;
-                const float x = tkvcu_load_element(j.q, j.type, at + (size_t)channel);
-                const uint32_t bits = tkvi_bits(x) & 0x7fffffffu;
-                /* scale in the first block of the range: later blocks have similar scales */
-                float scale = 0.0f;
-                if (side.kind == TKVCU_KIVI) scale = tkvcu_f16_lo(((const uint16_t *)(const void *)meta)[c]);
-                else if (side.kind == TKVCU_A && c < D - 16 * side.slabs[0])
-                    scale = tkvcu_decode_log(meta[c], side.top, b.mantissa);
-                if (order) sum += x * j.view.mean[side.table + c];
-                most = fmaxf(most, fabsf(x));
-                product = fmaxf(product, fabsf(x) * scale);
-                if (bits > 0x7f7fffffu) sum = NAN;
-            }
+        TKVCU_UNROLL
+        for (c = tid % 32; c < D; c += 32) {
+            const float x = from.q[tkvcu_find_source<D>(i, from.channel[c])];
+            sum += x * from.mean[c];
+            most = fmaxf(most, fabsf(x));
+            product = fmaxf(product, fabsf(x) * from.scale[c]);
+            if ((tkvi_bits(x) & 0x7fffffffu) > 0x7f7fffffu) sum = NAN;
         }
         TKVCU_UNROLL
         for (c = 16; c > 0; c /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, c);
@@ -2751,21 +2809,21 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
         }
     }
     __syncthreads();
+    TKVCU_ROLL
     for (i = tid; i < D / 16 * NT * 32; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, slab = i / 32 / NT, mine = 4 * nt + lane / 8, t = lane % 4;
         const float q_unit = tkvi_from_bits((uint32_t)b.scratch[mine]);
         const float q16_unit = tkvi_from_bits((uint32_t)b.scratch[4 * NT + mine]);
         const int low = lane / 4 % 2, bf16 = exact && side.bf16;
         tkvcu_u32x2 to;
-        const size_t at = k.column + mine < k.columns ? tkvcu_find_query(j, k, k.column + mine) : 0;
         tkvcu_f32x4 x, y;
         TKVCU_UNROLL
         for (r = 0; r < 4; r++) {
             const int tile = 16 * slab + 4 * t + r, rows = 16 * slab + 2 * t + r % 2 + r / 2 * 8;
             const int zeros = 32 * (slab / 2) + 8 * t + slab % 2 * 2 + r % 2 + r / 2 * 4;
             const int place = exact ? rows : side.kind == TKVCU_KIVI ? zeros : tile;
-            x.x[r] = q_unit * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[tile] : tile));
-            y.x[r] = q16_unit * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[place] : place));
+            x.x[r] = q_unit * from.q[tkvcu_find_source<D>(mine, from.channel[tile])];
+            y.x[r] = q16_unit * from.q[tkvcu_find_source<D>(mine, from.channel[place])];
         }
         if (!low)
             b.q[t % 2][tkvcu_find_q_index<D>(nt, 2 * slab + t / 2, lane / 8)] =
@@ -2776,11 +2834,11 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
             ((tkvcu_u32x2 *)(void *)b.q16)[((slab / 2 * NT + nt) * 32 + lane) * 2 + slab % 2] = to;
         else b.q16[slab][nt][lane] = to;
     }
+    TKVCU_ROLL
     for (i = tid; i < D / 64 * NT * 32 && side.kind == TKVCU_A; i += TKVCU_THREADS) {
         const int lane = i % 32, nt = i / 32 % NT, first = i / 32 / NT * 64 + lane % 4 * 16,
                   mine = 4 * nt + lane / 8;
         const float unit = TKVCU_ROW_MAX * tkvi_from_bits((uint32_t)b.scratch[4 * NT + mine]);
-        const size_t at = k.column + mine < k.columns ? tkvcu_find_query(j, k, k.column + mine) : 0;
         const tkvcu_f32x4 units = {{unit, unit, unit, unit}};
         uint32_t word[4];
         TKVCU_UNROLL
@@ -2789,8 +2847,7 @@ TKVCU_DEVICE void tkvcu_prepare_queries(const tkvcu_job &j, tkvcu_attend_shared<
             tkvcu_u32x2 limbs;
             TKVCU_UNROLL
             for (c = 0; c < 4; c++)
-                x.x[c] = tkvcu_load_element(
-                    j.q, j.type, at + (size_t)(order ? order[first + 4 * r + c] : first + 4 * r + c));
+                x.x[c] = from.q[tkvcu_find_source<D>(mine, from.channel[first + 4 * r + c])];
             limbs = tkvcu_split_q_limbs(x, units);
             word[r] = lane / 4 % 2 ? limbs.y : limbs.x;
         }
@@ -2849,14 +2906,14 @@ TKVCU_DEVICE void tkvcu_wait_copies(void) {
     __syncwarp();
 }
 
-/* Attends to the key range whose sides are in b. V is copied during the work on K, and the next K during V. */
+/* Attends to the key range whose sides are in b. The copy of each warp's first K has begun. V is copied during the work
+ * on K, and the next K during V. */
 template <int D, int NT, int VG, int EXACT>
 TKVCU_DEVICE void tkvcu_attend_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
                                          const tkvcu_lane &me, tkvcu_partials<D, NT, VG> &u) {
     const tkvcu_task &k = b.task;
     const int base = k.region == TKVCU_SINKS ? 0 : j.view.sinks;
     int nth = me.warp;
-    tkvcu_prefetch_side<D, EXACT>(j, k, me, 0, nth);
     TKVCU_ROLL
     for (; nth < k.n; nth += TKVCU_WARPS) {
         const int unit = k.first + nth;
@@ -2941,30 +2998,42 @@ TKVCU_DEVICE void tkvcu_write_partials(const tkvcu_job &j, tkvcu_attend_shared<D
 /* Finds the next section with key tiles of this thread block. left = 0: none. One thread calls it. */
 template <class Task> TKVCU_DEVICE void tkvcu_next_section(const tkvcu_job &j, Task &task, const int *ends) {
     Task k = task;
-    int per;
+    int per, skip;
     k.left = 0;
-    if (k.next_tile < k.end_tile) {
-        while (ends[k.entry] <= k.next_tile) k.entry++;
+    if (k.next_place < k.end_place) {
+        while (ends[k.entry] <= k.next_place) k.entry++;
         k.visible = tkvcu_find_visible(j, k.entry);
-        per = tkvcu_n_key_tiles(k.visible);
-        k.tile = k.next_tile - (k.entry ? ends[k.entry - 1] : 0);
+        per = tkvcu_n_places(k.visible);
+        k.tile = k.next_place - (k.entry ? ends[k.entry - 1] : 0);
         k.head = k.tile / per;
         k.tile %= per;
-        for (k.section = 0; k.tile >= tkvcu_n_key_tiles_in(k.visible, k.section); k.section++)
-            k.tile -= tkvcu_n_key_tiles_in(k.visible, k.section);
-        k.left = tkvi_min(tkvcu_n_key_tiles_in(k.visible, k.section) - k.tile, k.end_tile - k.next_tile);
-        k.next_tile += k.left;
+        for (k.section = 0; k.tile >= tkvcu_n_places_in(k.visible, k.section); k.section++)
+            k.tile -= tkvcu_n_places_in(k.visible, k.section);
+        k.tile -= TKVCU_START_PLACES;
+        skip = tkvi_min(tkvi_max(0, -k.tile), k.end_place - k.next_place);
+        k.tile += skip;
+        k.next_place += skip;
+        k.left = tkvi_min(tkvcu_n_key_tiles_in(k.visible, k.section) - k.tile, k.end_place - k.next_place);
+        k.next_place += k.left;
     }
     task = k;
 }
 
-/* Begins the next key range of the section: its sides and queries. All threads call it. */
+/* Begins the next key range of the section: its sides, the copies of its first K, its queries. All threads call it. */
 template <int D, int NT>
-TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b) {
+TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D, NT> &b,
+                                       const tkvcu_lane &me, const tkvcu_query_source<D> &from) {
     const tkvcu_task &k = b.task;
     const tkvcu_list list = j.view.list[k.visible.seq];
-    const int tid = (int)threadIdx.x, coded = list.archive + list.warm;
-    int region, first, ring_tile, ring_tiles, n = k.left, version = 0;
+    const int tid = tkvcu_block_hoisting((int)threadIdx.x), coded = list.archive + list.warm;
+    int region, first, ring_tile, ring_tiles, i, n = k.left, version = 0;
+    for (i = tid; i < 4 * NT * D; i += TKVCU_THREADS) {
+        const int column = k.column + i / D;
+        from.q[tkvcu_find_source<D>(i / D, i % D)] =
+            column < k.columns
+                ? tkvcu_load_element(j.q, j.type, tkvcu_find_query(j, k, column) + (size_t)(i % D))
+                : 0.0f;
+    }
     if (k.section == 2) {
         region = k.tile < k.visible.sink_tiles ? TKVCU_SINKS : TKVCU_HOT;
         first = k.tile;
@@ -3002,17 +3071,18 @@ TKVCU_DEVICE void tkvcu_next_key_range(const tkvcu_job &j, tkvcu_attend_shared<D
         b.task.left -= n;
     }
     __syncthreads();
-    tkvcu_prepare_queries(j, b);
+    if (region >= TKVCU_SINKS) tkvcu_prefetch_side<D, 1>(j, k, me, 0, me.warp);
+    else tkvcu_prefetch_side<D, 0>(j, k, me, 0, me.warp);
+    tkvcu_prepare_queries(j, b, from);
     __syncthreads();
 }
 
-/* Computes ends[entry], the running sum of key tiles over the entries, 32 at a time. One warp calls it. */
+/* Computes ends[entry], the running sum of places over the entries, 32 at a time. One warp calls it. */
 TKVCU_DEVICE void tkvcu_find_ends(const tkvcu_job &j, int *ends, int lane) {
     int sum = 0, e, i;
     for (e = 0; e < j.n_entries; e += 32) {
         int n = 0;
-        if (e + lane < j.n_entries)
-            n = j.view.n_kv_heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e + lane));
+        if (e + lane < j.n_entries) n = j.view.n_kv_heads * tkvcu_n_places(tkvcu_find_visible(j, e + lane));
         TKVCU_UNROLL
         for (i = 1; i < 32; i *= 2) {
             const int before = __shfl_up_sync(0xffffffffu, n, (unsigned)i);
@@ -3050,8 +3120,8 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT)) tkvcu_at
         b.task.group = j.view.n_heads / j.view.n_kv_heads;
         b.task.columns = b.task.group * j.n_queries;
         b.task.column = 4 * NT * (int)blockIdx.y;
-        b.task.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
-        b.task.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        b.task.next_place = tkvcu_find_first_place(total, (int)gridDim.x, (int)blockIdx.x);
+        b.task.end_place = tkvcu_find_first_place(total, (int)gridDim.x, (int)blockIdx.x + 1);
         tkvcu_next_section(j, b.task, ends);
     }
     __syncthreads();
@@ -3059,7 +3129,8 @@ __global__ void __launch_bounds__(TKVCU_THREADS, TKVCU_RESIDENT(D, NT)) tkvcu_at
         tkvcu_partials<D, NT, VG> u;
         tkvcu_clear_partials(u);
         while (b.task.left > 0) {
-            tkvcu_next_key_range(j, b);
+            tkvcu_next_key_range(
+                j, b, me, tkvcu_find_query_source<D>(shared + tkvcu_block_hoisting(warps_at), j.slot_bytes));
             if (b.task.region >= TKVCU_SINKS) {
                 tkvcu_attend_key_range<D, NT, VG, 1>(j, b, me, u);
             } else {
@@ -3114,7 +3185,7 @@ typedef struct tkvcu_slots {
 /* Adds slots [from, from + n) to channel `tid`. Loads do not wait for each other: a slot comes from far away. */
 TKVCU_DEVICE float tkvcu_add_slots(const tkvcu_slots &s, int from, int n, const float *weight, int tid,
                                    float sum) {
-    enum { AT_ONCE = 8 };
+    enum { AT_ONCE = 16 };
     const float *x = s.column + (size_t)from * s.stride + 2 + (size_t)tid;
     int i, k;
     TKVCU_ROLL
@@ -3166,15 +3237,15 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_visible visible;
     tkvcu_slots slots[TKVCU_SECTIONS];
     float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
-    int e, i, c, section, tile, total, blocks;
-    int tiles_before = 0, tiles_total = 0;
+    int e, i, c, section, place, total, blocks;
+    int places_before = 0, places_total = 0;
     for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
-        const int n = heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e));
-        if (e < entry) tiles_before += n;
-        tiles_total += n;
+        const int n = heads * tkvcu_n_places(tkvcu_find_visible(j, e));
+        if (e < entry) places_before += n;
+        places_total += n;
     }
-    before[tid] = tiles_before;
-    all[tid] = tiles_total;
+    before[tid] = places_before;
+    all[tid] = places_total;
     __syncthreads();
     for (i = TKVCU_COMBINE_THREADS / 2; i > 0; i /= 2) {
         if (tid < i) {
@@ -3184,13 +3255,13 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
-    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_first_key_tile */
+    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_find_first_place */
     visible = tkvcu_find_visible(j, entry);
     if (visible.seq < 0) {
         if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.flags, TKVCU_FLAG_SEQUENCE);
         return;
     }
-    tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
+    place = before[0] + head / group * tkvcu_n_places(visible);
     first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
     TKVCU_UNROLL
     for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
@@ -3200,10 +3271,11 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         k.column = first_slot;
         k.n = 0;
         if (visible.key_tiles[section] == 0) continue;
-        first = (int)((((int64_t)tile + 1) * blocks - 1) / total);
+        place += TKVCU_START_PLACES;
+        first = tkvcu_find_worker(total, blocks, place);
         k.column += (size_t)(first + section) * slot_floats;
-        tile += visible.key_tiles[section];
-        k.n = (int)(((int64_t)tile * blocks - 1) / total) - first + 1;
+        place += visible.key_tiles[section];
+        k.n = tkvcu_find_worker(total, blocks, place - 1) - first + 1;
         for (i = tid; i < k.n; i += TKVCU_COMBINE_THREADS) top = fmaxf(top, k.column[(size_t)i * k.stride]);
     }
     top = tkvcu_block_max(top, weight);
@@ -3264,8 +3336,6 @@ typedef struct tkvcu_attend_call {
     int32_t type, n_queries, window;
     float scale, softcap;
 } tkvcu_attend_call;
-
-#define TKVCU_MAX_GRID 1024 /* most thread blocks of a grid that the workspace allows */
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 
@@ -3448,12 +3518,12 @@ struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
 struct tkvcu_prefill_task {
     tkvcu_visible visible;
     int entry, head, section;
-    int tile, left;          /* next key tile in the section; key tiles left in it */
-    int region, version;     /* of the key range */
-    int first, last;         /* key range: blocks, or groups of 16 exact rows */
-    int next_tile, end_tile; /* in the list of all key tiles */
-    int group, all_rows;     /* query heads per KV head; rows of all thread blocks */
-    int first_row, n_rows;   /* of this thread block */
+    int tile, left;            /* next key tile in the section; key tiles left in it */
+    int region, version;       /* of the key range */
+    int first, last;           /* key range: blocks, or groups of 16 exact rows */
+    int next_place, end_place; /* in the list of all key tiles */
+    int group, all_rows;       /* query heads per KV head; rows of all thread blocks */
+    int first_row, n_rows;     /* of this thread block */
 };
 
 template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thread block */
@@ -3494,13 +3564,6 @@ typedef struct tkvcu_strip {
 
 TKVCU_DEVICE float tkvcu_exp2i(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
-}
-
-/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
- * registers. */
-TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
 }
 
 /* Swizzle: returns the offset of a 16-byte chunk in a row of a tile. 8 neighbour rows, and every second of 16
@@ -4010,41 +4073,51 @@ TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D
     const int32_t table = s.side[0].kind == TKVCU_A ? s.side[0].table : -1;
     const uint8_t *order = table >= 0 ? j.view.order + table : NULL;
     const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
-    int r, i;
+    enum { AT_ONCE = 4 }; /* rows: their loads do not wait for each other */
+    int first, r, i;
     TKVCU_ROLL
-    for (r = 16 * MT * warp; r < 16 * MT * (warp + 1); r++) {
-        const int column = task.first_row + r, query = column / task.group;
-        const size_t row = (size_t)task.entry * (size_t)j.n_queries + (size_t)query;
-        const size_t head = (size_t)(task.head * task.group + column % task.group);
-        const size_t at = (row * (size_t)j.view.n_heads + head) * D;
-        float x[D / 32], most = 0.0f, bias = 0.0f, by;
-        int exponent;
+    for (first = 16 * MT * warp; first < 16 * MT * (warp + 1); first += AT_ONCE) {
+        float x[AT_ONCE][D / 32];
         TKVCU_UNROLL
-        for (i = 0; i < D / 32; i++) {
-            const int c = lane + 32 * i;
-            x[i] = column < task.all_rows
-                       ? sign * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
-                       : 0.0f;
-            most = fmaxf(most, fabsf(x[i]));
+        for (r = 0; r < AT_ONCE; r++) {
+            const int column = task.first_row + first + r;
+            const size_t row = (size_t)task.entry * (size_t)j.n_queries + (size_t)(column / task.group);
+            const size_t head = (size_t)(task.head * task.group + column % task.group);
+            const size_t at = (row * (size_t)j.view.n_heads + head) * D;
+            TKVCU_UNROLL
+            for (i = 0; i < D / 32; i++) {
+                const int c = lane + 32 * i;
+                x[r][i] = column < task.all_rows
+                              ? tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
+                              : 0.0f;
+            }
         }
         TKVCU_UNROLL
-        for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-        exponent = tkvi_max(TKVCU_EXPONENT_MIN, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
-        by = tkvcu_exp2i(-exponent);
-        TKVCU_UNROLL
-        for (i = 0; i < D / 32; i++) {
-            const int c = lane + 32 * i;
-            const uint32_t half = tkvcu_pack_f16x2(x[i] * by, 0.0f);
-            s.q[(r * (2 * D) + tkvcu_swizzle_row(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
-            if (order)
-                bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
-        }
-        TKVCU_UNROLL
-        for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
-        if (lane == 0) {
-            s.q_unit[r] = tkvcu_exp2i(exponent);
-            s.mean_product[r] = bias;
-            s.query[r] = task.visible.len - j.n_queries + query;
+        for (r = 0; r < AT_ONCE; r++) {
+            const int mine = first + r;
+            float most = 0.0f, bias = 0.0f, by;
+            int exponent;
+            TKVCU_UNROLL
+            for (i = 0; i < D / 32; i++) most = fmaxf(most, fabsf(x[r][i]));
+            TKVCU_UNROLL
+            for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+            exponent = tkvi_max(TKVCU_EXPONENT_MIN, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
+            by = sign * tkvcu_exp2i(-exponent);
+            TKVCU_UNROLL
+            for (i = 0; i < D / 32; i++) {
+                const int c = lane + 32 * i;
+                const uint32_t half = tkvcu_pack_f16x2(x[r][i] * by, 0.0f);
+                s.q[(mine * (2 * D) + tkvcu_swizzle_row(mine, c / 8)) / 2 + c % 8] = (uint16_t)half;
+                if (order)
+                    bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
+            }
+            TKVCU_UNROLL
+            for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
+            if (lane == 0) {
+                s.q_unit[mine] = tkvcu_exp2i(exponent);
+                s.mean_product[mine] = bias;
+                s.query[mine] = task.visible.len - j.n_queries + (task.first_row + mine) / task.group;
+            }
         }
     }
 }
@@ -4255,8 +4328,8 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         k.all_rows = k.group * j.n_queries;
         k.first_row = 64 * MT * (int)blockIdx.y;
         k.n_rows = tkvi_min(64 * MT, k.all_rows - k.first_row);
-        k.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
-        k.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        k.next_place = tkvcu_find_first_place(total, (int)gridDim.x, (int)blockIdx.x);
+        k.end_place = tkvcu_find_first_place(total, (int)gridDim.x, (int)blockIdx.x + 1);
         tkvcu_next_section(j, k, ends);
     }
     __syncthreads();

@@ -1,5 +1,5 @@
 /*
- * The three tests of tieredkv_cuda.cu as one program, on an emulated GPU (cuda_on_cpu.h) or on a GPU. A compiler spends
+ * The tests of tieredkv_cuda.cu as one program, on an emulated GPU (cuda_on_cpu.h) or on a GPU. A compiler spends
  * most of its time on the kernels, and they use the same ones.
  *
  *     g++ -std=c++17 -O2 tests/test_cuda.cpp -o test_cuda -lm
@@ -21,7 +21,12 @@ namespace cuda_attend {
 namespace cuda_prefill {
 #include "cuda_prefill.cpp"
 }
+namespace cuda_decode {
+#include "../examples/cuda_decode.cu"
+}
 #undef main
+
+TEST(example) { CHECK_EQ(cuda_decode::test_main(), 0); }
 
 int main(int argc, char **argv) { /* the counts add up; the last line has them all */
     int failed, devices = 0;
@@ -31,5 +36,8 @@ int main(int argc, char **argv) { /* the counts add up; the last line has them a
     }
     failed = cuda_cache::test_main(argc, argv);
     failed |= cuda_attend::test_main(argc, argv);
-    return cuda_prefill::test_main(argc, argv) | failed;
+    failed |= cuda_prefill::test_main(argc, argv);
+    tkv_test_begin(argc, argv);
+    RUN(example);
+    return tkv_test_end() | failed;
 }

@@ -38,7 +38,7 @@ typedef struct tkvcu_slots {
 /* Adds slots [from, from + n) to channel `tid`. Loads do not wait for each other: a slot comes from far away. */
 TKVCU_DEVICE float tkvcu_add_slots(const tkvcu_slots &s, int from, int n, const float *weight, int tid,
                                    float sum) {
-    enum { AT_ONCE = 8 };
+    enum { AT_ONCE = 16 };
     const float *x = s.column + (size_t)from * s.stride + 2 + (size_t)tid;
     int i, k;
     TKVCU_ROLL
@@ -90,15 +90,15 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
     tkvcu_visible visible;
     tkvcu_slots slots[TKVCU_SECTIONS];
     float sum[2], l = 0.0f, top = TKVCU_INITIAL_MAX, sink = TKVCU_MASKED_LOGIT;
-    int e, i, c, section, tile, total, blocks;
-    int tiles_before = 0, tiles_total = 0;
+    int e, i, c, section, place, total, blocks;
+    int places_before = 0, places_total = 0;
     for (e = tid; e < j.n_entries; e += TKVCU_COMBINE_THREADS) {
-        const int n = heads * tkvcu_n_key_tiles(tkvcu_find_visible(j, e));
-        if (e < entry) tiles_before += n;
-        tiles_total += n;
+        const int n = heads * tkvcu_n_places(tkvcu_find_visible(j, e));
+        if (e < entry) places_before += n;
+        places_total += n;
     }
-    before[tid] = tiles_before;
-    all[tid] = tiles_total;
+    before[tid] = places_before;
+    all[tid] = places_total;
     __syncthreads();
     for (i = TKVCU_COMBINE_THREADS / 2; i > 0; i /= 2) {
         if (tid < i) {
@@ -108,13 +108,13 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         __syncthreads();
     }
     total = all[0];
-    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_first_key_tile */
+    blocks = total < j.blocks ? total : j.blocks; /* as in tkvcu_find_first_place */
     visible = tkvcu_find_visible(j, entry);
     if (visible.seq < 0) {
         if (tid == 0 && j.entries[entry] >= 0) atomicOr(j.flags, TKVCU_FLAG_SEQUENCE);
         return;
     }
-    tile = before[0] + head / group * tkvcu_n_key_tiles(visible);
+    place = before[0] + head / group * tkvcu_n_places(visible);
     first_slot += (size_t)((entry * heads + head / group) * TKVCU_SECTIONS) * slot_floats;
     TKVCU_UNROLL
     for (section = 0; section < TKVCU_SECTIONS; section++) { /* thread blocks that worked on the section */
@@ -124,10 +124,11 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
         k.column = first_slot;
         k.n = 0;
         if (visible.key_tiles[section] == 0) continue;
-        first = (int)((((int64_t)tile + 1) * blocks - 1) / total);
+        place += TKVCU_START_PLACES;
+        first = tkvcu_find_worker(total, blocks, place);
         k.column += (size_t)(first + section) * slot_floats;
-        tile += visible.key_tiles[section];
-        k.n = (int)(((int64_t)tile * blocks - 1) / total) - first + 1;
+        place += visible.key_tiles[section];
+        k.n = tkvcu_find_worker(total, blocks, place - 1) - first + 1;
         for (i = tid; i < k.n; i += TKVCU_COMBINE_THREADS) top = fmaxf(top, k.column[(size_t)i * k.stride]);
     }
     top = tkvcu_block_max(top, weight);
@@ -188,8 +189,6 @@ typedef struct tkvcu_attend_call {
     int32_t type, n_queries, window;
     float scale, softcap;
 } tkvcu_attend_call;
-
-#define TKVCU_MAX_GRID 1024 /* most thread blocks of a grid that the workspace allows */
 
 typedef void (*tkvcu_attend_function)(tkvcu_job);
 

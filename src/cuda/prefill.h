@@ -50,12 +50,12 @@ struct tkvcu_slab { /* 16 channels of a coded side (pairs: 32), four tiles */
 struct tkvcu_prefill_task {
     tkvcu_visible visible;
     int entry, head, section;
-    int tile, left;          /* next key tile in the section; key tiles left in it */
-    int region, version;     /* of the key range */
-    int first, last;         /* key range: blocks, or groups of 16 exact rows */
-    int next_tile, end_tile; /* in the list of all key tiles */
-    int group, all_rows;     /* query heads per KV head; rows of all thread blocks */
-    int first_row, n_rows;   /* of this thread block */
+    int tile, left;            /* next key tile in the section; key tiles left in it */
+    int region, version;       /* of the key range */
+    int first, last;           /* key range: blocks, or groups of 16 exact rows */
+    int next_place, end_place; /* in the list of all key tiles */
+    int group, all_rows;       /* query heads per KV head; rows of all thread blocks */
+    int first_row, n_rows;     /* of this thread block */
 };
 
 template <int D, int MT> struct tkvcu_prefill_shared { /* shared memory of a thread block */
@@ -96,13 +96,6 @@ typedef struct tkvcu_strip {
 
 TKVCU_DEVICE float tkvcu_exp2i(int e) {
     return tkvi_from_bits((uint32_t)(127 + tkvi_max(-126, tkvi_min(127, e))) << 23);
-}
-
-/* Hides the origin of x. The compiler then computes values derived from it here, not before a loop that lacks
- * registers. */
-TKVCU_DEVICE int tkvcu_block_hoisting(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
 }
 
 /* Swizzle: returns the offset of a 16-byte chunk in a row of a tile. 8 neighbour rows, and every second of 16
@@ -612,41 +605,51 @@ TKVCU_DEVICE void tkvcu_store_queries(const tkvcu_job &j, tkvcu_prefill_shared<D
     const int32_t table = s.side[0].kind == TKVCU_A ? s.side[0].table : -1;
     const uint8_t *order = table >= 0 ? j.view.order + table : NULL;
     const float sign = j.scale < 0.0f ? -1.0f : 1.0f;
-    int r, i;
+    enum { AT_ONCE = 4 }; /* rows: their loads do not wait for each other */
+    int first, r, i;
     TKVCU_ROLL
-    for (r = 16 * MT * warp; r < 16 * MT * (warp + 1); r++) {
-        const int column = task.first_row + r, query = column / task.group;
-        const size_t row = (size_t)task.entry * (size_t)j.n_queries + (size_t)query;
-        const size_t head = (size_t)(task.head * task.group + column % task.group);
-        const size_t at = (row * (size_t)j.view.n_heads + head) * D;
-        float x[D / 32], most = 0.0f, bias = 0.0f, by;
-        int exponent;
+    for (first = 16 * MT * warp; first < 16 * MT * (warp + 1); first += AT_ONCE) {
+        float x[AT_ONCE][D / 32];
         TKVCU_UNROLL
-        for (i = 0; i < D / 32; i++) {
-            const int c = lane + 32 * i;
-            x[i] = column < task.all_rows
-                       ? sign * tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
-                       : 0.0f;
-            most = fmaxf(most, fabsf(x[i]));
+        for (r = 0; r < AT_ONCE; r++) {
+            const int column = task.first_row + first + r;
+            const size_t row = (size_t)task.entry * (size_t)j.n_queries + (size_t)(column / task.group);
+            const size_t head = (size_t)(task.head * task.group + column % task.group);
+            const size_t at = (row * (size_t)j.view.n_heads + head) * D;
+            TKVCU_UNROLL
+            for (i = 0; i < D / 32; i++) {
+                const int c = lane + 32 * i;
+                x[r][i] = column < task.all_rows
+                              ? tkvcu_load_element(j.q, j.type, at + (size_t)(order ? order[c] : c))
+                              : 0.0f;
+            }
         }
         TKVCU_UNROLL
-        for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-        exponent = tkvi_max(TKVCU_EXPONENT_MIN, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
-        by = tkvcu_exp2i(-exponent);
-        TKVCU_UNROLL
-        for (i = 0; i < D / 32; i++) {
-            const int c = lane + 32 * i;
-            const uint32_t half = tkvcu_pack_f16x2(x[i] * by, 0.0f);
-            s.q[(r * (2 * D) + tkvcu_swizzle_row(r, c / 8)) / 2 + c % 8] = (uint16_t)half;
-            if (order)
-                bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
-        }
-        TKVCU_UNROLL
-        for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
-        if (lane == 0) {
-            s.q_unit[r] = tkvcu_exp2i(exponent);
-            s.mean_product[r] = bias;
-            s.query[r] = task.visible.len - j.n_queries + query;
+        for (r = 0; r < AT_ONCE; r++) {
+            const int mine = first + r;
+            float most = 0.0f, bias = 0.0f, by;
+            int exponent;
+            TKVCU_UNROLL
+            for (i = 0; i < D / 32; i++) most = fmaxf(most, fabsf(x[r][i]));
+            TKVCU_UNROLL
+            for (i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+            exponent = tkvi_max(TKVCU_EXPONENT_MIN, tkvi_min(126, (int)(tkvi_bits(most) >> 23) - 127));
+            by = sign * tkvcu_exp2i(-exponent);
+            TKVCU_UNROLL
+            for (i = 0; i < D / 32; i++) {
+                const int c = lane + 32 * i;
+                const uint32_t half = tkvcu_pack_f16x2(x[r][i] * by, 0.0f);
+                s.q[(mine * (2 * D) + tkvcu_swizzle_row(mine, c / 8)) / 2 + c % 8] = (uint16_t)half;
+                if (order)
+                    bias += tkvcu_f16_lo(half) * j.view.mean[table + c]; /* q as rounded for the products */
+            }
+            TKVCU_UNROLL
+            for (i = 16; i > 0; i /= 2) bias += __shfl_xor_sync(0xffffffffu, bias, i);
+            if (lane == 0) {
+                s.q_unit[mine] = tkvcu_exp2i(exponent);
+                s.mean_product[mine] = bias;
+                s.query[mine] = task.visible.len - j.n_queries + (task.first_row + mine) / task.group;
+            }
         }
     }
 }
@@ -857,8 +860,8 @@ __global__ void __launch_bounds__(TKVCU_PREFILL_THREADS, TKVCU_PREFILL_RESIDENT(
         k.all_rows = k.group * j.n_queries;
         k.first_row = 64 * MT * (int)blockIdx.y;
         k.n_rows = tkvi_min(64 * MT, k.all_rows - k.first_row);
-        k.next_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x);
-        k.end_tile = tkvcu_first_key_tile(total, (int)gridDim.x, (int)blockIdx.x + 1);
+        k.next_place = tkvcu_find_first_place(total, (int)gridDim.x, (int)blockIdx.x);
+        k.end_place = tkvcu_find_first_place(total, (int)gridDim.x, (int)blockIdx.x + 1);
         tkvcu_next_section(j, k, ends);
     }
     __syncthreads();
