@@ -2568,8 +2568,7 @@ TKVCU_DEVICE void tkvcu_score_coded_k(const tkvcu_job &j, const tkvcu_attend_sha
     for (p = 0; p < 4; p++) TKVCU_UNROLL
     for (nt = 0; nt < NT; nt++) s[p][nt][0] = s[p][nt][1] = offset[nt];
     tkvcu_multiply_k_codes<D, NT>(side, s, me.k_codes, mine, me.g, me.t);
-    if (side.kind == TKVCU_A)
-        tkvcu_score_outlier<D, NT>(s, slot + 2 * D, base, unit, b, me);
+    if (side.kind == TKVCU_A) tkvcu_score_outlier<D, NT>(s, slot + 2 * D, base, unit, b, me);
     tkvcu_softmax_step(j, b, u, s, unit, base, f, position, me.g, me.t);
 }
 
