@@ -1,6 +1,6 @@
 /*
  * test_pins.c - pins that end (tkv_seq_pin). Pinned tokens stay until the end of the pin, also when their blocks
- * are merged. After that they can be evicted like others.
+ * are merged or filled up. After that they can be evicted like others.
  */
 #include "../tieredkv.h"
 #include "kit.h"
@@ -156,6 +156,44 @@ TEST(merged_blocks_keep_pins) {
     tkv_destroy(kv);
 }
 
+/* Each chunk pins 40 of its 64 tokens, until the budget has no room. When no token is left to evict, coded blocks are
+ * filled up: then 40 pinned tokens do not keep a block of their own. */
+TEST(pinned_tokens_fill_blocks_when_memory_ends) {
+    enum { PINNED = 40, MOST = 40 };
+    static float x[LAYERS][MOST * TKV_BLOCK_TOKENS * DIM], read[MOST * TKV_BLOCK_TOKENS * DIM];
+    tkv_config cfg = make_config(0);
+    tkv_layer_info info;
+    tkv_status st = TKV_OK;
+    tkv_cache *kv;
+    int l, i, n = 0, n_blocks;
+    cfg.budget.bytes = 150000;
+    kv = create_cache(&cfg);
+    for (; n < MOST * TKV_BLOCK_TOKENS && !st; n += TKV_BLOCK_TOKENS) {
+        for (l = 0; l < LAYERS && !st; l++) {
+            float *at = x[l] + n * DIM;
+            tkv_rng_fill(&rng, at, TKV_BLOCK_TOKENS * DIM, 1.0);
+            st = tkv_append(kv, 0, l, at, at, TKV_BLOCK_TOKENS);
+        }
+        if (st) break;
+        CHECK_EQ(tkv_seq_pin(kv, 0, n, PINNED, TKV_UNLIMITED), TKV_OK);
+        check_cache(kv);
+    }
+    CHECK_EQ(st, TKV_ERR_BUDGET);
+    CHECK(n >= 12 * TKV_BLOCK_TOKENS);
+    CHECK_LE(budget_of(kv).peak, cfg.budget.bytes);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.evicted > n / 4);
+    n_blocks = info.blocks[TKV_TIER_HOT] + info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
+    CHECK_LE(n_blocks * 50, n - info.evicted); /* sinks and the newest tokens included */
+    for (i = 0; i < n; i += TKV_BLOCK_TOKENS) {
+        CHECK_EQ(n_live(kv, 0, i, i + PINNED), PINNED);
+        CHECK_EQ(tkv_read(kv, 0, 0, i, PINNED, read + i * DIM, NULL), TKV_OK);
+        CHECK_LE(float_difference(read + i * DIM, x[0] + i * DIM, PINNED * DIM),
+                 .8); /* two bits; other tokens: 1.4 */
+    }
+    tkv_destroy(kv);
+}
+
 TEST(wrong_arguments) {
     tkv_config cfg = make_config(100);
     tkv_cache *kv = create_cache(&cfg);
@@ -186,6 +224,7 @@ int main(int argc, char **argv) {
     RUN(unlimited_pins_and_unpinning);
     RUN(an_ended_pin_does_not_come_back);
     RUN(merged_blocks_keep_pins);
+    RUN(pinned_tokens_fill_blocks_when_memory_ends);
     RUN(wrong_arguments);
     return tkv_test_end();
 }
