@@ -848,6 +848,31 @@ TEST(damage_is_found) {
     tkv_destroy(kv);
 }
 
+/* The archive has the format of the hot tier. A block that is warm first keeps its copy there; a copy of a hot block is
+ * damage. */
+TEST(copies_of_blocks_in_the_hot_format) {
+    tkv_config cfg = config(TKV_KIVI4, TKV_KIVI4);
+    tkv_layer_info info;
+    tkv_cache *kv;
+    tkvi_head_probe *probe;
+    const tkvi_list *list;
+    int t;
+    NEEDS_METER;
+    cfg.tiers.hot = cfg.tiers.archive = pair_of(TKV_F16, TKV_F16);
+    kv = create_cache(&cfg);
+    for (t = 0; t < 600; t += 40) CHECK_EQ(append_tokens(kv, 0, 40), TKV_OK);
+    check_cache_at(kv, "archive in the hot format");
+    probe = &kv->meter->head_probe[1];
+    CHECK_EQ(tkv_get_layer(kv, 0, probe->layer, &info), TKV_OK);
+    CHECK(info.blocks[TKV_TIER_ARCHIVE] >= 3 && info.blocks[TKV_TIER_HOT] >= 2);
+    CHECK_EQ(probe->n, info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE]);
+    list = tkvi_list_of(kv, 0, probe->layer);
+    REQUIRE(probe->n >= 3 && probe->n < kv->meter->slots);
+    probe->start[probe->n - 1] = tkvi_block_start(kv, tkvi_ids(kv, 0, probe->layer), list->n - 1);
+    CHECK_EQ(tkv_check(kv, NULL, 0), TKV_ERR_BROKEN);
+    tkv_destroy(kv);
+}
+
 /* >>memory */
 typedef struct failing_allocator {
     size_t held;
@@ -1219,6 +1244,7 @@ int main(int argc, char **argv) {
     RUN(a_batch_measures_like_single_calls);
     RUN(configs_that_are_refused);
     RUN(damage_is_found);
+    RUN(copies_of_blocks_in_the_hot_format);
     RUN(every_byte_is_counted);
     RUN(no_more_copies_than_tokens);
     RUN(errors_in_place);
