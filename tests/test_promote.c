@@ -377,6 +377,45 @@ TEST(loaded_blocks_need_no_cooldown) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* Attached blocks can have the hot tier's format. One that comes into RAM keeps its bytes in the file as its exact copy,
+ * which serves when the block was discarded. */
+TEST(attached_exact_blocks) {
+    static unsigned char memory[(1 << 20) + 64];
+    unsigned char *file = memory + (64 - (uintptr_t)memory % 64) % 64;
+    test_store store;
+    tkv_config cfg = make_config(&store, 0);
+    tkv_save_params save;
+    tkv_load_params load;
+    tkv_load_info info;
+    tkv_cache *kv;
+    size_t bytes = 0;
+    int n = 0;
+    memset(&cfg.importance, 0, sizeof cfg.importance);
+    memset(&cfg.offload, 0, sizeof cfg.offload);
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    cfg.tiers.warm = cfg.tiers.archive = cfg.tiers.hot;
+    cfg.tiers.warm_tokens = BLOCK;
+    kv = make_filled_cache(&cfg, 12 * BLOCK);
+    CHECK_EQ(tkv_seq_save(kv, &save, file, 1 << 20, &bytes), TKV_OK);
+    tkv_destroy(kv);
+    kv = create_cache(&cfg);
+    load.attach = 1;
+    CHECK_EQ(tkv_seq_load(kv, &load, file, bytes, &info), TKV_OK);
+    CHECK(info.n_attached >= 8 * LAYERS);
+    CHECK_EQ(tkv_promote(kv, 0, 0, block_start(1)), TKV_OK);
+    CHECK(is_exact(kv, 1));
+    check_cache(kv);
+    CHECK_EQ(tkv_promote(kv, 0, 0, block_start(1)), TKV_ERR_NO_SOURCE); /* it is in RAM, and exact */
+    CHECK_EQ(tkv_seq_discard(kv, 0, block_start(2), &n), TKV_OK);
+    CHECK(n > 0);
+    CHECK_EQ(tkv_read(kv, 0, 0, block_start(1), BLOCK, k_in, v_in), TKV_ERR_NO_SOURCE);
+    check_cache(kv);
+    CHECK_EQ(tkv_promote(kv, 0, 0, block_start(1)), TKV_OK);
+    CHECK(is_exact(kv, 1));
+    destroy_cache_and_store(kv, &store);
+}
+
 TEST(wrong_configs_of_promotion) {
     static const struct {
         int every, per_step, has_store, samples;
@@ -617,6 +656,7 @@ int main(int argc, char **argv) {
     RUN(promoted_blocks_that_do_not_go_back);
     RUN(blocks_of_anchors_alone_stay);
     RUN(loaded_blocks_need_no_cooldown);
+    RUN(attached_exact_blocks);
     RUN(wrong_configs_of_promotion);
     RUN(recomputed_blocks);
     RUN(copies_of_discarded_blocks);
