@@ -291,6 +291,42 @@ TEST(promotion_never_fails_an_append) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* A faded block needs a slot of the coded format. Without memory for a page it stays exact, until a later append. */
+TEST(blocks_go_back_when_memory_comes) {
+    enum { MOST = 12 };
+    int extra, step, l, n_stayed = 0;
+    for (extra = 1; extra < MOST; extra++) {
+        test_store store;
+        tkv_config cfg = self_promoting_config(&store);
+        counting_allocator p;
+        tkv_status st = TKV_OK;
+        tkv_cache *kv;
+        cfg.host.allocator = counting_allocator_of(&p);
+        cfg.importance.decay = .9f;
+        cfg.promotion.threshold = .3f;
+        kv = make_filled_cache(&cfg, 8 * BLOCK + 40);
+        add_block_score(kv, 2, 3.0f);
+        append_tokens(kv, 8);
+        CHECK(is_exact(kv, 2));
+        for (step = 0; step < extra * BLOCK / 8; step++) { /* other blocks take its slot */
+            append_tokens(kv, 8);
+            add_block_score(kv, 2, 3.0f);
+        }
+        for (step = 0; step < 4; step++) append_tokens(kv, 8);
+        CHECK(is_exact(kv, 2));
+        p.fail_at = 1;
+        for (l = 0; l < LAYERS && !st; l++) st = tkv_append(kv, 0, l, model_k[0], model_v[0], 8);
+        p.fail_at = 0;
+        CHECK(st == TKV_OK || st == TKV_ERR_NOMEM); /* one in many needs a larger index */
+        check_cache(kv);
+        n_stayed += st == TKV_OK && is_exact(kv, 2);
+        append_tokens(kv, 8);
+        CHECK(!is_exact(kv, 2));
+        destroy_cache_and_store(kv, &store);
+    }
+    CHECK(n_stayed > 0 && n_stayed < MOST - 1);
+}
+
 /* Blocks stay exact that a fork holds too, that have named sinks, that have just come back, or that were offloaded. */
 TEST(promoted_blocks_that_do_not_go_back) {
     int way, step, i, n;
@@ -653,6 +689,7 @@ int main(int argc, char **argv) {
     RUN(offloaded_blocks);
     RUN(appends_promote_by_themselves);
     RUN(promotion_never_fails_an_append);
+    RUN(blocks_go_back_when_memory_comes);
     RUN(promoted_blocks_that_do_not_go_back);
     RUN(blocks_of_anchors_alone_stay);
     RUN(loaded_blocks_need_no_cooldown);
