@@ -428,6 +428,46 @@ TEST(each_allocation_of_a_load_fails_once) {
     tkv_destroy(a);
 }
 
+/* A file says that lists of states were shorter than they are. They grow while states are placed, or memory ends. */
+TEST(lists_of_states_grow_while_they_are_placed) {
+    tkv_config cfg = config_number(0);
+    counting_allocator memory;
+    tkv_cache *a = create_cache(&cfg);
+    int n_loaded = 0, n_refused = 0;
+    CHECK_EQ(append_to_all_layers(a, 2, 1, 1, 1), TKV_OK);
+    put_states(a, 2);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+        if (get64(file + at) != 16) continue; /* the length of the list, or another number */
+        memcpy(twin_file, file, n);
+        put64(twin_file + at, 0);
+        repair_index(twin_file, n);
+        for (int i = 1; i < 100; i++) {
+            char state[80];
+            size_t size = 0;
+            tkv_cache *b = create_cache(&cfg);
+            memory.fail_at = i;
+            const tkv_status st = load_cache(b, twin_file, n);
+            memory.fail_at = 0;
+            check_cache_at(b, "list of states", i);
+            n_loaded += st == TKV_OK;
+            n_refused +=
+                st == TKV_ERR_NOMEM && strstr(tkv_get_last_error(b), "no memory for the states of sequence");
+            if (st) CHECK_EQ(tkv_get_length(b, 2, 0), 0);
+            else CHECK_EQ(tkv_seq_get_state(b, 2, 1, 40, state, sizeof state, &size), TKV_OK);
+            if (!st) CHECK_EQ(size, 71);
+            tkv_destroy(b);
+            CHECK_EQ(memory.held, 0);
+            if (st != TKV_ERR_NOMEM) break;
+        }
+    }
+    CHECK(n_loaded > 0);
+    CHECK(n_refused > 8 * n_loaded); /* a list and eight states, each time */
+    tkv_destroy(a);
+}
+
 /* A table is learned head by head before it is used. Saves fall between heads of each layer. */
 TEST(heads_learned_ahead_are_saved) {
     enum { END = 305 };
@@ -915,6 +955,7 @@ int main(int argc, char **argv) {
     RUN(other_caches_are_refused);
     RUN(meters_of_other_sizes_are_refused);
     RUN(each_allocation_of_a_load_fails_once);
+    RUN(lists_of_states_grow_while_they_are_placed);
     RUN(heads_learned_ahead_are_saved);
     RUN(what_queries_taught_is_saved);
     RUN(numbers_that_end_early_are_refused);
