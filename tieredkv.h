@@ -37015,11 +37015,16 @@ static void tkvi_shrink_blocks(tkv_cache *kv) {
     tkvi_put(pool->heap, old.block, old.block_cap * entry);
 }
 
-/* Shrinks the table of sources to the blocks. Without attached files there is none. */
+/* Shrinks the table of sources to the blocks. Without attached files there is none, and no list of files. */
 static void tkvi_shrink_sources(tkvi_pool *pool) {
     uint32_t i, n_files = 0;
     void *smaller = NULL;
     for (i = 0; i < pool->n_attached; i++) n_files += pool->attached[i].bytes != NULL;
+    if (!n_files) {
+        tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *pool->attached);
+        pool->attached = NULL;
+        pool->n_attached = 0;
+    }
     if (!tkvi_get_smaller(pool->heap, n_files ? pool->block_cap : 0, pool->source_cap, sizeof *pool->source,
                           &smaller))
         return;
@@ -37027,10 +37032,6 @@ static void tkvi_shrink_sources(tkvi_pool *pool) {
     tkvi_put(pool->heap, pool->source, pool->source_cap * sizeof *pool->source);
     pool->source = (tkvi_source_place *)smaller;
     pool->source_cap = smaller ? pool->block_cap : 0;
-    if (n_files) return;
-    tkvi_put(pool->heap, pool->attached, pool->n_attached * sizeof *pool->attached);
-    pool->attached = NULL;
-    pool->n_attached = 0;
 }
 
 /* Shrinks the list of a sequence's states. */

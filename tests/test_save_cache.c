@@ -332,6 +332,18 @@ TEST(other_caches_are_refused) {
     CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
     check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one"); /* it has seen a token */
     tkv_destroy(b);
+    b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(b, 1, 1, 800, 64), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    CHECK(n_calibrated_layers(b) > 0);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one"); /* it has learned tables */
+    tkv_destroy(b);
+    b = create_cache(&cfg);
+    CHECK_EQ(tkv_seq_put_state(b, 1, 0, 5, "a state", 7), TKV_OK);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one");
+    CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_STATE, "new one"); /* a layer has had a state */
+    tkv_destroy(b);
     tkv_config plain = config_number(1); /* no format learns, so nothing is counted */
     b = create_cache(&plain);
     CHECK_EQ(append_to_all_layers(b, 1, 1, 1, 1), TKV_OK);
@@ -394,37 +406,50 @@ TEST(meters_of_other_sizes_are_refused) {
 #endif
 }
 
+/* From memory, by a callback, and while blocks stay in the file. */
+static tkv_status load_in_way(tkv_cache *kv, int way, const unsigned char *from, size_t n) {
+    tkv_load_params p = load_params(TKV_ALL_SEQS);
+    read_file f = read_file_of(from, n);
+    p.attach = way == 2;
+    return way == 1 ? tkv_seq_load_from(kv, &p, n, read_from_file, &f, NULL)
+                    : tkv_seq_load(kv, &p, from, n, NULL);
+}
+
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = config_number(8);
+    unsigned char *at = file + (64 - (uintptr_t)file % 64) % 64;
     counting_allocator memory;
-    int i;
     tkv_cache *a = create_cache(&cfg);
     run_script(a, 0, 70);
     put_states(a, 2);
-    const size_t n = save_cache(a, file);
+    const size_t n = save_cache(a, twin_file);
+    memcpy(at, twin_file, n);
     memset(&memory, 0, sizeof memory);
     cfg.host.allocator = counting_allocator_of(&memory);
-    for (i = 1; i < 300; i++) {
-        tkv_cache *b = create_cache(&cfg);
-        const size_t held = memory.held;
-        memory.fail_at = i;
-        tkv_status st = load_cache(b, file, n);
-        memory.fail_at = 0;
-        check_cache_at(b, "failed allocation", i);
-        if (st != TKV_OK) {
-            CHECK_EQ(st, TKV_ERR_NOMEM);
-            CHECK_EQ(tkv_get_length(b, 0, 0), 0);
-            CHECK_EQ(memory.held, held);
-            CHECK_EQ(load_cache(b, file, n), TKV_OK);
+    for (int way = 0; way < 3; way++) {
+        int i;
+        for (i = 1; i < 300; i++) {
+            tkv_cache *b = create_cache(&cfg);
+            const size_t held = memory.held;
+            memory.fail_at = i;
+            tkv_status st = load_in_way(b, way, at, n);
+            memory.fail_at = 0;
+            check_cache_at(b, "failed allocation", i);
+            if (st != TKV_OK) {
+                CHECK_EQ(st, TKV_ERR_NOMEM);
+                CHECK_EQ(tkv_get_length(b, 0, 0), 0);
+                CHECK_EQ(memory.held, held);
+                CHECK_EQ(load_in_way(b, way, at, n), TKV_OK);
+            }
+            const size_t again = save_cache(b, twin_file);
+            CHECK(again == n && memcmp(at, twin_file, n) == 0);
+            tkv_destroy(b);
+            CHECK_EQ(memory.held, 0);
+            if (st == TKV_OK) break;
         }
-        const size_t again = save_cache(b, twin_file);
-        CHECK(again == n && memcmp(file, twin_file, n) == 0);
-        tkv_destroy(b);
-        CHECK_EQ(memory.held, 0);
-        if (st == TKV_OK) break;
+        CHECK(i > 10);
+        printf("    %d allocations\n", i - 1);
     }
-    CHECK(i > 10);
-    printf("    %d allocations\n", i - 1);
     tkv_destroy(a);
 }
 
@@ -732,10 +757,10 @@ TEST(holders_of_blocks_are_checked) {
         check_refused_words(b, n, cases[i].offset == 24 ? TKV_ERR_CONFIG : TKV_ERR_DATA,
                             cases[i].offset == 24 ? "formats" : cases[i].words, i);
     }
-    for (int i = 0; i < 3;
-         i++) { /* rings without a first holder, of two of three, and one that never comes back */
-        static const uint32_t next[3][3] = {{3, 4, 1}, {3, 1, 4}, {3, 3, 1}};
-        static const uint32_t is_first[3][3] = {{0, 0, 0}, {1, 0, 0}, {1, 0, 0}};
+    for (int i = 0; i < 4; i++) {
+        /* rings without a first holder, of two of three, one that never comes back, and one with two first holders */
+        static const uint32_t next[4][3] = {{3, 4, 1}, {3, 1, 4}, {3, 3, 1}, {3, 4, 1}};
+        static const uint32_t is_first[4][3] = {{0, 0, 0}, {1, 0, 0}, {1, 0, 0}, {1, 1, 0}};
         for (int k = 0; k < 3; k++) {
             const int seq = k ? k + 2 : 1;
             put32(number_of_run(n, seq, 0, 1, OF_NEXT_SEQ), next[i][k]);
@@ -859,6 +884,74 @@ TEST(reservations_and_rotations_have_bounds) {
     }
 }
 
+/* A file can name a longer reservation than its cache had. Without memory for it the load ends it. */
+TEST(reservations_without_memory_end) {
+    tkv_config cfg = config_number(1);
+    counting_allocator memory;
+    tkv_cache *a = create_cache(&cfg);
+    int n_found = 0, n_ended = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 200, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_reserve(a, 0, 77), TKV_OK);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+        if (get64(file + at) != 277) continue;
+        memcpy(twin_file, file, n);
+        put64(twin_file + at, 2900);
+        repair_index(twin_file, n);
+        n_found++;
+        for (int i = 1; i < 200; i++) {
+            tkv_cache *b = create_cache(&cfg);
+            memory.fail_at = i;
+            const tkv_status st = load_cache(b, twin_file, n);
+            const int n_refused = memory.n_refused;
+            memory.fail_at = memory.n_refused = 0;
+            CHECK(st == TKV_OK || st == TKV_ERR_NOMEM);
+            check_cache_at(b, "reservation", i);
+            if (st == TKV_OK) { /* a reservation needs no memory any more */
+                memory.fail_at = 1;
+                const tkv_status appended = append_to_all_layers(b, 0, 1, 2700, 50);
+                memory.fail_at = 0;
+                CHECK_EQ(appended, n_refused ? TKV_ERR_NOMEM : TKV_OK);
+                n_ended += n_refused > 0;
+            }
+            tkv_destroy(b);
+            if (st == TKV_OK && !n_refused) break;
+        }
+    }
+    CHECK_EQ(n_found, 1);
+    CHECK(n_ended > 0);
+    tkv_destroy(a);
+}
+
+/* A file that is changed to fit into a smaller limits.state_bytes: its states do not. */
+TEST(states_beyond_the_limit_are_refused) {
+    tkv_config cfg = config_number(1);
+    int n_refused = 0;
+    cfg.limits.state_bytes = 20000;
+    tkv_cache *a = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 2, 1, 100, 50), TKV_OK);
+    put_states(a, 2);
+    cfg.limits.state_bytes = 1000;
+    tkv_cache *b = create_cache(&cfg);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_CONFIG, " ");
+    for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+        if (get64(file + at) != 20000 / 2) continue;
+        memcpy(twin_file, file, n);
+        put64(twin_file + at, 1000 / 2);
+        repair_index(twin_file, n);
+        check_refused(b, TKV_ALL_SEQS, twin_file, n, TKV_ERR_NOMEM, "no memory for the states of sequence");
+        check_cache_at(b, "too many states", 0);
+        n_refused++;
+    }
+    CHECK_EQ(n_refused, 1);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* Exact copies of the meter that fit no block are forgotten, and all else is loaded. */
 TEST(copies_of_the_meter_that_fit_no_block) {
     tkv_config cfg = config_number(10);
@@ -964,6 +1057,8 @@ int main(int argc, char **argv) {
     RUN(hostile_files_with_right_checksums);
     RUN(layers_that_share_are_saved_once);
     RUN(reservations_and_rotations_have_bounds);
+    RUN(reservations_without_memory_end);
+    RUN(states_beyond_the_limit_are_refused);
     RUN(copies_of_the_meter_that_fit_no_block);
     RUN(holders_of_blocks_are_checked);
     RUN(layouts_before_the_last_coding_are_saved);
