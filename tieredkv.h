@@ -47149,6 +47149,17 @@ static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_s
     return 1;
 }
 
+/* The state at *at of a verified section. Goes to the next one. */
+static tkvi_saved_state tkvi_next_saved_state(const tkvi_section *s, size_t *at) {
+    tkvi_saved_state state;
+    int is_read;
+    memset(&state, 0, sizeof state);
+    is_read = tkvi_read_saved_state(s, at, &state);
+    TKVI_ASSERT(is_read);
+    (void)is_read;
+    return state;
+}
+
 /* Checks the states of the sequence. */
 static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
@@ -47873,7 +47884,7 @@ static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state
         if (!state) return tkvi_refuse_file(l, "a saved state is not valid");
     } else {
         const size_t bytes = tkvi_state_bytes(from->size);
-        state = bytes && bytes <= s->limit - s->held_bytes ? tkvi_new_state(s, from->size) : NULL;
+        state = bytes <= s->limit - s->held_bytes ? tkvi_new_state(s, from->size) : NULL;
         if (!state) return tkvi_refuse_no_memory(l->kv, "no memory for the states of sequence", l->seq, "");
         state->layer = from->layer;
         state->n_tokens = from->n_tokens;
@@ -47884,13 +47895,14 @@ static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state
 }
 
 static tkv_status tkvi_place_states_of_all(tkvi_loader *l) {
-    tkvi_saved_state state;
     tkv_status st = TKV_OK;
     for (l->seq = 0; TKVI_HAS_STATES && l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
         const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->seq);
         size_t at = 0;
-        while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+        while (!st && at < s.n) {
+            const tkvi_saved_state state = tkvi_next_saved_state(&s, &at);
             st = tkvi_place_state_of_all(l, &state);
+        }
     }
     return st;
 }
@@ -48016,11 +48028,12 @@ static tkv_status tkvi_load_cache(tkvi_loader *l) {
 
 static tkv_status tkvi_place_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    tkvi_saved_state state;
     size_t at = 0;
     tkv_status st = TKV_OK;
-    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+    while (!st && at < s.n) {
+        const tkvi_saved_state state = tkvi_next_saved_state(&s, &at);
         st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+    }
     return st;
 }
 

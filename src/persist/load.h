@@ -14,11 +14,12 @@
 
 static tkv_status tkvi_place_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
-    tkvi_saved_state state;
     size_t at = 0;
     tkv_status st = TKV_OK;
-    while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+    while (!st && at < s.n) {
+        const tkvi_saved_state state = tkvi_next_saved_state(&s, &at);
         st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+    }
     return st;
 }
 

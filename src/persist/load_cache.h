@@ -141,7 +141,7 @@ static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state
         if (!state) return tkvi_refuse_file(l, "a saved state is not valid");
     } else {
         const size_t bytes = tkvi_state_bytes(from->size);
-        state = bytes && bytes <= s->limit - s->held_bytes ? tkvi_new_state(s, from->size) : NULL;
+        state = bytes <= s->limit - s->held_bytes ? tkvi_new_state(s, from->size) : NULL;
         if (!state) return tkvi_refuse_no_memory(l->kv, "no memory for the states of sequence", l->seq, "");
         state->layer = from->layer;
         state->n_tokens = from->n_tokens;
@@ -152,13 +152,14 @@ static tkv_status tkvi_place_state_of_all(tkvi_loader *l, const tkvi_saved_state
 }
 
 static tkv_status tkvi_place_states_of_all(tkvi_loader *l) {
-    tkvi_saved_state state;
     tkv_status st = TKV_OK;
     for (l->seq = 0; TKVI_HAS_STATES && l->seq < tkvi_loaded_seqs_end(l); l->seq++) {
         const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->seq);
         size_t at = 0;
-        while (!st && at < s.n && tkvi_read_saved_state(&s, &at, &state))
+        while (!st && at < s.n) {
+            const tkvi_saved_state state = tkvi_next_saved_state(&s, &at);
             st = tkvi_place_state_of_all(l, &state);
+        }
     }
     return st;
 }

@@ -436,6 +436,17 @@ static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_s
     return 1;
 }
 
+/* The state at *at of a verified section. Goes to the next one. */
+static tkvi_saved_state tkvi_next_saved_state(const tkvi_section *s, size_t *at) {
+    tkvi_saved_state state;
+    int is_read;
+    memset(&state, 0, sizeof state);
+    is_read = tkvi_read_saved_state(s, at, &state);
+    TKVI_ASSERT(is_read);
+    (void)is_read;
+    return state;
+}
+
 /* Checks the states of the sequence. */
 static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
