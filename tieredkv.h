@@ -45811,7 +45811,6 @@ static const uint8_t *tkvi_get_record(tkvi_saver *s, int layer, int i) {
     const uint32_t number = kv->pool.entry[s->ids[i]].block;
     const tkvi_block *b = &kv->pool.block[number];
     const tkvi_layout *c = &kv->tables.layout[b->layout];
-    if (s->st) return NULL;
     if (!tkvi_is_offloaded(b)) return tkvi_clear_other_slots(s, c, tkvi_block_bytes(&kv->pool, b), i);
     if (tkvi_is_attached(&kv->pool, number, TKVI_ITSELF)) {
         const uint8_t *record = tkvi_read_attached(&kv->pool, number, c);
@@ -45943,7 +45942,7 @@ static size_t tkvi_find_former_record(const tkvi_saver *s, const tkvi_saved_list
     const tkvi_layout *c = &s->kv->tables.layout[b->layout];
     const size_t n = c->bytes.total;
     uint64_t at;
-    while (*left && from->run && tkvi_saved_first_position(from, 0) < b->first_position) {
+    while (*left && tkvi_saved_first_position(from, 0) < b->first_position) {
         if (--*left) tkvi_next_saved_block(list, from);
     }
     if (!*left || tkvi_saved_first_position(from, 0) != b->first_position ||
@@ -45972,7 +45971,7 @@ static void tkvi_place_new_records(tkvi_saver *s, int layer) {
                                                            (int)tkvi_load32(head.at + 32), s->seq, &list))
         left = list.n_blocks;
     if (left) tkvi_next_saved_block(&list, &from);
-    for (i = 0; i < s->list.n && !s->st; i++) {
+    for (i = 0; i < s->list.n; i++) {
         const tkvi_block *b = tkvi_block_of(s->kv, s->ids[i]);
         const tkvi_layout *c = &s->kv->tables.layout[b->layout];
         const uint8_t *record;

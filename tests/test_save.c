@@ -665,6 +665,59 @@ TEST(journals_grow_and_begin_anew) {
     tkv_destroy(b);
 }
 
+/* A former save whose numbers lie, or whose sections are damaged, is not relied on: the new save has all that it lacks.
+ */
+TEST(former_saves_that_lie) {
+    enum { OF_PLACE = 16, WAYS = 12 };
+    static const uint64_t places[] = {0, 65, (uint64_t)1 << 60, 0, 128};
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    int n_written[WAYS];
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 700, 50), TKV_OK);
+    const size_t n = save_sequence(a, 0, file), index = (size_t)index_of(file, n);
+    for (int way = 0; way < WAYS; way++) {
+        tkv_save_params save = save_params(0);
+        const tkv_load_params load = load_params(1);
+        tkv_save_info info;
+        size_t bytes = 0;
+        memcpy(other_file, file, n);
+        for (uint32_t layer = 0; layer < LAYERS; layer++) {
+            unsigned char *list = other_file +
+                                  get64(find_in_index(file, n, SAVED_LISTS, layer) - file + other_file + 8),
+                          *blocks = list + 48 + 48 * get32(list + 40);
+            for (uint32_t run = 0; run < get32(list + 44) && way < 8; run++) {
+                if (way < 5) put64(blocks + 24 * run + OF_PLACE, way == 3 ? n / 64 * 64 - 64 : places[way]);
+                else blocks[24 * run + (uint32_t)way - 5] ^= 1; /* formats of K and V, tokens */
+            }
+        }
+        if (way < 9) repair_index(other_file, n);
+        for (uint64_t i = 0; i < count_of(file, n); i++) { /* sections are lost, or their bytes are damaged */
+            unsigned char *e = other_file + index + 32 * i;
+            const uint32_t kind = get32(e);
+            if (way == 8) put32(e + 4, 77);
+            if (way == 9 && kind == 0) put32(e + 4, 77);
+            if (way == 10 && kind == SAVED_LISTS) put32(e + 4, 77);
+            if (way == 11 && kind && kind != SAVED_RECORDS && get64(e + 16)) other_file[get64(e + 8)] ^= 1;
+        }
+        put64(other_file + n - 16, xxh64_of(other_file + index, n - 16 - index));
+        save.former = other_file;
+        save.former_bytes = n;
+        save.info = &info;
+        CHECK_EQ(tkv_seq_save(a, &save, NULL, 0, &bytes), TKV_OK);
+        if (bytes > MOST - n) exit(2);
+        CHECK_EQ(tkv_seq_save(a, &save, other_file + n, MOST - n, &bytes), TKV_OK);
+        n_written[way] = info.n_new_blocks;
+        const tkv_status st = info.at ? tkv_seq_load(b, &load, other_file, n + bytes, NULL)
+                                      : tkv_seq_load(b, &load, other_file + n, bytes, NULL);
+        CHECK_MSG(st == TKV_OK, "way %d: %s", way, tkv_get_last_error(b));
+        check_same_bits(a, 0, b, 1, "a former save that lies");
+        CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+    }
+    for (int way = 0; way < 8; way++) CHECK(n_written[way] > 5);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* Cut at any byte, a journal still has the last whole save. Without `recover` that is an error. */
 TEST(cut_journals_have_the_last_whole_save) {
     tkv_config cfg = make_config(1, 2);
@@ -913,6 +966,47 @@ TEST(attached_blocks_are_verified_at_first_use) {
     CHECK_EQ(n_found, info.n_attached);
     CHECK(n_found > 3 * LAYERS);
     CHECK_EQ(tkv_seq_load(b, &attach, at + 8, bytes, NULL), TKV_ERR_ARG);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* A save reads attached blocks, also one that plans to leave them where a former save has them. */
+TEST(damaged_attached_blocks_are_not_saved) {
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    unsigned char *at = aligned_in(file);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params attach = attach_params(0);
+    tkv_save_params save = save_params(0);
+    tkv_load_info info;
+    size_t n = 0;
+    int n_refused = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, at);
+    const drawn_records records = find_records(at, bytes);
+    memcpy(other_file, at, bytes);
+    for (int i = 0; i < records.n; i++) {
+        CHECK_EQ(tkv_seq_load(b, &attach, at, bytes, &info), TKV_OK);
+        at[records.at[i] + 40] ^= 16;
+        for (int way = 0; way < 3; way++) { /* anew, and as a journal: only counted, and written */
+            tkv_save_info saved;
+            save.former = way ? other_file : NULL;
+            save.former_bytes = way ? bytes : 0;
+            save.info = &saved;
+            memset(&saved, 0xff, sizeof saved);
+            const tkv_status st = way == 1 ? tkv_seq_save(b, &save, NULL, 0, &n)
+                                           : tkv_seq_save(b, &save, other_file + bytes, MOST / 2, &n);
+            if (st == TKV_OK) continue; /* this one is in RAM */
+            CHECK_EQ(st, TKV_ERR_DATA);
+            CHECK(strstr(tkv_get_last_error(b), "attached bytes are damaged in a block of layer") != NULL);
+            if (way) CHECK_EQ(saved.bytes, (size_t)-1); /* nothing is told of it */
+            n_refused++;
+        }
+        at[records.at[i] + 40] ^= 16;
+        CHECK_EQ(tkv_seq_save(b, &save, other_file + bytes, MOST / 2, &n), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+    }
+    CHECK_EQ(n_refused, 3 * info.n_attached);
+    CHECK(n_refused > 0);
     tkv_destroy(a);
     tkv_destroy(b);
 }
@@ -1259,6 +1353,36 @@ TEST(exchanged_sections_and_huge_numbers) {
     check_cache_at(b, "after all", 0);
     tkv_destroy(a);
     tkv_destroy(b);
+}
+
+/* A file that claims more sections than any has. Only its first and last bytes are read. */
+static int read_many_sections(void *user, size_t at, void *bytes, size_t size) {
+    unsigned char end[SAVED_END];
+    const size_t n = *(const size_t *)user;
+    memset(bytes, 0, size);
+    if (at == 0) {
+        memcpy(bytes, file, size);
+        return 0;
+    }
+    memset(end, 0, sizeof end);
+    put64(end, 88);
+    put32(end + 16, (uint32_t)((n - 88 - SAVED_END) / 32));
+    memcpy(end + 32, "TKVSEND", 8);
+    if (at != n - SAVED_END || size != SAVED_END) return 1;
+    memcpy(bytes, end, size);
+    return 0;
+}
+
+TEST(a_file_has_not_any_number_of_sections) {
+    const tkv_config cfg = make_config(1, 2);
+    tkv_cache *a = create_cache(&cfg);
+    const tkv_load_params load = load_params(1);
+    size_t n = 64 * (size_t)((1 << 21) + 64);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 10, 10), TKV_OK);
+    (void)save_sequence(a, 0, file);
+    CHECK_EQ(tkv_seq_load_from(a, &load, n, read_many_sections, &n, NULL), TKV_ERR_DATA);
+    CHECK_MSG(strstr(tkv_get_last_error(a), "too many sections") != NULL, "%s", tkv_get_last_error(a));
+    tkv_destroy(a);
 }
 
 TEST(hostile_files_with_right_checksums) {
@@ -1629,6 +1753,20 @@ TEST(saves_and_loads_are_refused_with_a_reason) {
     save.n_tokens = 5;
     CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_OK);
     tkv_load_params load = load_params(1);
+    read_file f = read_file_of(file, n);
+    CHECK_EQ(tkv_seq_save(NULL, &save, file, n, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_save(kv, NULL, file, n, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_save(kv, &save, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_save_to(NULL, &save, write_to_journal, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_save_to(kv, NULL, write_to_journal, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_save_to(kv, &save, NULL, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_load(NULL, &load, file, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_load(kv, NULL, file, n, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_load_from(NULL, &load, n, read_from_file, &f, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_load_from(kv, NULL, n, read_from_file, &f, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_put_state(kv, 1, 0, 5, "a state", 7), TKV_OK);
+    check_load_refused(kv, &load, file, n, TKV_ERR_STATE, "states are in sequence 1");
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     load.model = NULL;
     check_load_refused(kv, &load, file, n, TKV_ERR_ARG, "model is missing");
     load = load_params(1);
@@ -1788,6 +1926,14 @@ TEST(states_are_saved) {
         }
     CHECK_EQ(save_sequence(b, 2, other_file), bytes);
     CHECK_MEM(file, other_file, bytes);
+    tkv_save_params first = save_params(0); /* the states of the first tokens */
+    size_t n_first = 0;
+    first.length = 250;
+    CHECK_EQ(tkv_seq_save(a, &first, file, MOST, &n_first), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(b, 2), TKV_OK);
+    CHECK_EQ(tkv_seq_load(b, &load, file, n_first, NULL), TKV_OK);
+    for (int n = 100; n <= 400; n += 100)
+        CHECK_EQ(tkv_seq_get_state(b, 2, 1, n, NULL, 0, NULL), n <= 250 ? TKV_OK : TKV_ERR_RANGE);
     tkv_destroy(a);
     tkv_destroy(b);
 }
@@ -1972,11 +2118,13 @@ int main(int argc, char **argv) {
     RUN(a_callback_reads_damaged_files_alike);
     RUN(first_tokens_are_saved);
     RUN(journals_grow_and_begin_anew);
+    RUN(former_saves_that_lie);
     RUN(cut_journals_have_the_last_whole_save);
     RUN(tables_that_no_layer_here_needs_stay_in_the_file);
     RUN(short_sessions_get_tables);
     RUN(attached_sequences_give_the_same_bits);
     RUN(attached_blocks_are_verified_at_first_use);
+    RUN(damaged_attached_blocks_are_not_saved);
     RUN(attached_files_have_exact_copies);
     RUN(attached_tails_come_into_ram);
     RUN(levels_change_during_a_load);
@@ -1987,6 +2135,7 @@ int main(int argc, char **argv) {
     RUN(scratch_memory_of_the_caller);
     RUN(each_flipped_bit_and_each_cut_is_found);
     RUN(exchanged_sections_and_huge_numbers);
+    RUN(a_file_has_not_any_number_of_sections);
     RUN(hostile_files_with_right_checksums);
     RUN(each_number_is_checked);
     RUN(lists_of_indices_need_data_of_tokens);
