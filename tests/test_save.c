@@ -668,7 +668,7 @@ TEST(journals_grow_and_begin_anew) {
 /* A former save whose numbers lie, or whose sections are damaged, is not relied on: the new save has all that it lacks.
  */
 TEST(former_saves_that_lie) {
-    enum { OF_PLACE = 16, WAYS = 12 };
+    enum { OF_PLACE = 16, WAYS = 14 };
     static const uint64_t places[] = {0, 65, (uint64_t)1 << 60, 0, 128};
     const tkv_config cfg = make_config(LAYERS, SEQS);
     tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
@@ -697,6 +697,8 @@ TEST(former_saves_that_lie) {
             if (way == 8) put32(e + 4, 77);
             if (way == 9 && kind == 0) put32(e + 4, 77);
             if (way == 10 && kind == SAVED_LISTS) put32(e + 4, 77);
+            if (way == 12 && kind == SAVED_LISTS) put64(e + 8, (uint64_t)1 << 60);
+            if (way == 13 && kind == SAVED_LISTS) put64(e + 16, (uint64_t)1 << 60);
             if (way == 11 && kind && kind != SAVED_RECORDS && get64(e + 16)) other_file[get64(e + 8)] ^= 1;
         }
         put64(other_file + n - 16, xxh64_of(other_file + index, n - 16 - index));
@@ -713,9 +715,88 @@ TEST(former_saves_that_lie) {
         check_same_bits(a, 0, b, 1, "a former save that lies");
         CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
     }
-    for (int way = 0; way < 8; way++) CHECK(n_written[way] > 5);
+    for (int way = 0; way < WAYS; way++) CHECK_MSG(n_written[way] > 5, "%d: %d", way, n_written[way]);
     tkv_destroy(a);
     tkv_destroy(b);
+}
+
+/* The second save of a journal names sections of the first one: at places where none can be, with too many bytes, out of
+ * order, as records. */
+TEST(journals_with_wrong_places) {
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    const tkv_load_params load = load_params(1);
+    tkv_save_params save = save_params(0);
+    size_t bytes = 0;
+    int n_refused = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 700, 50), TKV_OK);
+    const size_t first = save_sequence(a, 0, file);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1, 1), TKV_OK);
+    save.former = file;
+    save.former_bytes = first;
+    CHECK_EQ(tkv_seq_save(a, &save, file + first, MOST - first, &bytes), TKV_OK);
+    const size_t n = first + bytes, index = (size_t)index_of(file, n);
+    for (uint64_t i = 0; i < count_of(file, n); i++)
+        for (int way = 0; way < 4; way++) {
+            unsigned char *e = other_file + index + 32 * i;
+            memcpy(other_file, file, n);
+            if (get64(e + 8) >= first) continue; /* of the second save */
+            if (way == 0) put64(e + 8, get64(e + 8) + 8);
+            if (way == 1) put64(e + 16, first);
+            if (way == 2) put32(e, 0), put32(e + 4, 0); /* the name of the head, which came before */
+            if (way == 3) put32(e, SAVED_RECORDS);
+            put64(other_file + n - 16, xxh64_of(other_file + index, n - 16 - index));
+            CHECK_EQ(tkv_seq_load(b, &load, other_file, n, NULL), TKV_ERR_DATA);
+            read_file f = read_file_of(other_file, n);
+            CHECK_EQ(tkv_seq_load_from(b, &load, n, read_from_file, &f, NULL), TKV_ERR_DATA);
+            n_refused++;
+        }
+    CHECK(n_refused >= 4);
+    CHECK_EQ(tkv_seq_load(b, &load, file, n, NULL), TKV_OK);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Bytes between sections and index, an end that is moved, another version behind a right beginning, more blocks than
+ * entries. */
+TEST(frames_that_are_wrong) {
+    static const char *const words[] = {"bytes in no section", "was cut", "index is wrong", "miscounted"};
+    const tkv_config cfg = make_config(LAYERS, SEQS);
+    tkv_cache *kv = create_cache(&cfg);
+    const tkv_load_params load = load_params(1);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 300, 50), TKV_OK);
+    const size_t n = save_sequence(kv, 0, file), index = (size_t)index_of(file, n);
+    for (int way = 0; way < COUNT(words); way++) {
+        size_t size = n;
+        memset(other_file, 0, n + 64);
+        memcpy(other_file, file, n);
+        if (way == 0) {
+            size += 64;
+            memmove(other_file + index + 64, other_file + index, n - index);
+            memset(other_file + index, 0, 64);
+            put64(other_file + size - SAVED_END, index + 64);
+        }
+        if (way == 1) {
+            size += 8;
+            memmove(other_file + index + 8, other_file + index, n - index);
+            put64(other_file + size - SAVED_END, index + 8);
+        }
+        if (way == 2) put32(other_file + n - SAVED_END + 20, get32(file + n - SAVED_END + 20) + 1);
+        if (way == 3) {
+            unsigned char *list = other_file + get64(find_in_index(file, n, SAVED_LISTS, 0) + 8),
+                          *run = list + 48 + 48 * get32(list + 40) + 24 * (get32(list + 44) - 1);
+            put32(list + 36, get32(list + 36) + 1000);
+            put32(run + 12, get32(run + 12) + 1000);
+        }
+        repair_index(other_file, size);
+        CHECK_EQ(tkv_seq_load(kv, &load, other_file, size, NULL), TKV_ERR_DATA);
+        CHECK_MSG(strstr(tkv_get_last_error(kv), words[way]) != NULL, "way %d: %s", way,
+                  tkv_get_last_error(kv));
+        read_file f = read_file_of(other_file, size);
+        CHECK_EQ(tkv_seq_load_from(kv, &load, size, read_from_file, &f, NULL), TKV_ERR_DATA);
+    }
+    check_cache_at(kv, "wrong frames", 0);
+    tkv_destroy(kv);
 }
 
 /* Cut at any byte, a journal still has the last whole save. Without `recover` that is an error. */
@@ -2119,6 +2200,8 @@ int main(int argc, char **argv) {
     RUN(first_tokens_are_saved);
     RUN(journals_grow_and_begin_anew);
     RUN(former_saves_that_lie);
+    RUN(journals_with_wrong_places);
+    RUN(frames_that_are_wrong);
     RUN(cut_journals_have_the_last_whole_save);
     RUN(tables_that_no_layer_here_needs_stay_in_the_file);
     RUN(short_sessions_get_tables);
