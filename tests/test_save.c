@@ -355,7 +355,9 @@ TEST(tables_of_many_caches) {
     for (int i = 0; i < n_files; i++) {
         const tkv_load_params p = load_params(i);
         tkv_load_info info;
-        CHECK_EQ(tkv_seq_load(kv, &p, saved[i], bytes[i], &info), TKV_OK);
+        read_file f = read_file_of(saved[i], bytes[i]);
+        if (i % 2) CHECK_EQ(tkv_seq_load_from(kv, &p, bytes[i], read_from_file, &f, &info), TKV_OK);
+        else CHECK_EQ(tkv_seq_load(kv, &p, saved[i], bytes[i], &info), TKV_OK);
         check_cache_at(kv, "file", i);
         n_recoded += info.n_recoded;
         n_tables += info.n_tables;
@@ -837,6 +839,19 @@ TEST(cut_journals_have_the_last_whole_save) {
         CHECK_EQ(tkv_get_length(b, 0, 0), whole ? 640 + 9 * (whole - 1) : 0);
         CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
     }
+    for (int i = 1; i < 1000; i++) { /* the search for it is read too, and reading can fail */
+        tkv_load_params load = load_params(0);
+        read_file f = read_file_of(j.bytes, j.n - 1);
+        load.recover = 1;
+        f.fail_at = i;
+        const tkv_status st = tkv_seq_load_from(b, &load, j.n - 1, read_from_file, &f, NULL);
+        CHECK_EQ(tkv_get_length(b, 0, 0), st ? 0 : 658);
+        if (st) CHECK_EQ(st, TKV_ERR_IO);
+        if (st) continue;
+        CHECK(i > 5);
+        CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+        break;
+    }
     /* each flipped bit of the last save gives an error or, with `recover`, the save before it */
     int n_wrong = 0;
     for (size_t i = 8 * ends[2]; i < 8 * j.n; i++) {
@@ -1124,6 +1139,49 @@ TEST(attached_files_have_exact_copies) {
     tkv_destroy(b);
 }
 
+/* Attached blocks keep the versions of their tables. A file that needs one more is refused, until a sequence ends. */
+TEST(attached_files_have_few_tables) {
+    enum { FILES = 7 };
+    static unsigned char memory[FILES][MOST / FILES / 2 + 64];
+    size_t bytes[FILES];
+    tkv_config cfg = make_config(LAYERS, FILES);
+    int n_attached = 0, n_refused = 0, seq = -1;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_FORMAT_DEFAULT, TKV_FORMAT_DEFAULT);
+    tkv_cache *kv = create_cache(&cfg);
+    for (int i = 0; i < FILES; i++) {
+        tkv_cache *own = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(own, 0, 20 + i, 900, 64), TKV_OK);
+        bytes[i] = save_sequence(own, 0, file);
+        if (bytes[i] > sizeof memory[i] - 64) exit(2);
+        memcpy(aligned_in(memory[i]), file, bytes[i]);
+        tkv_destroy(own);
+    }
+    n_released = 0;
+    for (int i = 0; i < FILES; i++) {
+        const tkv_load_params attach = attach_params(i);
+        tkv_load_info info;
+        const tkv_status st = tkv_seq_load(kv, &attach, aligned_in(memory[i]), bytes[i], &info);
+        check_cache_at(kv, "attached", i);
+        if (st == TKV_OK) {
+            n_attached++;
+            continue;
+        }
+        CHECK_EQ(st, TKV_ERR_CAPACITY);
+        CHECK_MSG(strstr(tkv_get_last_error(kv), "every version of the table of layer") != NULL, "%s",
+                  tkv_get_last_error(kv));
+        CHECK_EQ(tkv_get_length(kv, i, 0), 0);
+        n_refused++;
+        seq = i;
+    }
+    CHECK(n_attached >= 3 && n_refused > 0);
+    for (int i = 0; i < 2; i++) CHECK_EQ(tkv_seq_reset(kv, i), TKV_OK);
+    CHECK_EQ(n_released, 2);
+    const tkv_load_params attach = attach_params(seq);
+    CHECK_EQ(tkv_seq_load(kv, &attach, aligned_in(memory[seq]), bytes[seq], NULL), TKV_OK);
+    check_cache_at(kv, "attached", FILES);
+    tkv_destroy(kv);
+}
+
 /* The tail of a list whose other blocks are all outside RAM comes into RAM by an append, and can be offloaded later. */
 TEST(attached_tails_come_into_ram) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -1277,6 +1335,9 @@ TEST(release_ends_the_use_of_a_file) {
     save.n_tokens = 3;
     CHECK_EQ(append_to_all_layers(kv, 0, 1, 3, 3), TKV_OK); /* sinks alone: no block stays in the file */
     CHECK_EQ(tkv_seq_save(kv, &save, at, MOST / 2, &bytes), TKV_OK);
+    attach.release = NULL;
+    CHECK_EQ(tkv_seq_load(kv, &attach, at, bytes, NULL), TKV_OK); /* it need not be told */
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     attach.release = spoil_and_release;
     attach.release_user = at;
     attach.tokens = back;
@@ -2209,6 +2270,7 @@ int main(int argc, char **argv) {
     RUN(attached_blocks_are_verified_at_first_use);
     RUN(damaged_attached_blocks_are_not_saved);
     RUN(attached_files_have_exact_copies);
+    RUN(attached_files_have_few_tables);
     RUN(attached_tails_come_into_ram);
     RUN(levels_change_during_a_load);
     RUN(promoted_sequences_are_saved);
