@@ -22605,17 +22605,24 @@ typedef struct tkvi_cpu {
     uint32_t one, seven_b, seven_c, xcr0;
 } tkvi_cpu;
 
-static tkvi_cpu tkvi_read_cpu(void) {
+/* last: the highest leaf. A processor answers leaves above it with another one. */
+static tkvi_cpu tkvi_cpu_of(uint32_t last, const uint32_t *one, const uint32_t *seven) {
     tkvi_cpu cpu = {0, 0, 0, 0};
-    uint32_t r[4];
-    tkvi_cpuid(0, r);
-    if (r[0] < 7) return cpu;
-    tkvi_cpuid(1, r);
-    cpu.one = r[2];
+    if (last < 7) return cpu;
+    cpu.one = one[2];
+    cpu.seven_b = seven[1];
+    cpu.seven_c = seven[2];
+    return cpu;
+}
+
+static tkvi_cpu tkvi_read_cpu(void) {
+    uint32_t zero[4], one[4], seven[4];
+    tkvi_cpu cpu;
+    tkvi_cpuid(0, zero);
+    tkvi_cpuid(1, one);
+    tkvi_cpuid(7, seven);
+    cpu = tkvi_cpu_of(zero[0], one, seven);
     if (tkvi_bits_set(cpu.one, 1u << 27)) cpu.xcr0 = tkvi_xcr0(); /* without OSXSAVE xgetbv is illegal */
-    tkvi_cpuid(7, r);
-    cpu.seven_b = r[1];
-    cpu.seven_c = r[2];
     return cpu;
 }
 

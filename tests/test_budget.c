@@ -1151,7 +1151,7 @@ TEST(advice_on_the_ends_of_hot_tokens) {
     memset(layers, 0, sizeof layers);
     limits.max_hot = (1 << 30) - 1;
     layers[1].share_kv = 1;
-    for (way = 0; way < 5; way++) {
+    for (way = 0; way < 6; way++) {
         tkv_config cfg = small_config(0);
         tkv_advice advice;
         tkv_feedback f;
@@ -1161,14 +1161,15 @@ TEST(advice_on_the_ends_of_hot_tokens) {
         if (way > 1) {
             cfg.budget.ladder = exact_first;
             cfg.budget.n_levels = COUNT(exact_first);
-            cfg.budget.pressure.min_level = way == 4;
+            cfg.budget.pressure.min_level = way >= 4;
         }
+        if (way == 5) layers[0].hot_tokens = layers[2].hot_tokens = TKV_UNLIMITED;
         kv = create_cache(&cfg);
         CHECK_EQ(tkv_init_feedback(&f, &limits, NULL, 0), TKV_OK);
         for (n = 0; n < 16; n++) CHECK_EQ(tkv_observe_score(&f, way == 3 ? 1.0f : .5f), TKV_OK);
         CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
         CHECK_STR(tkv_get_last_error(kv), "");
-        if (way == 0) CHECK_EQ(advice.hot_tokens, 0);
+        if (way == 0 || way == 5) CHECK_EQ(advice.hot_tokens, 0); /* all levels are exact */
         if (way == 1) CHECK_EQ(advice.hot_tokens, (1 << 30) - 2);
         if (way == 2) CHECK_EQ(advice.hot_tokens, 240);
         if (way == 3) CHECK_EQ(advice.hot_tokens, 180);
@@ -1183,6 +1184,46 @@ TEST(advice_on_the_ends_of_hot_tokens) {
         check_cache(kv);
         tkv_destroy(kv);
     }
+}
+
+/* In place the memory is that of the plan, so advice on hot_tokens needs a budget. */
+TEST(advice_in_place) {
+    int has_budget, n;
+    for (has_budget = 0; has_budget < 2; has_budget++) {
+        tkv_config cfg = small_config(has_budget ? 1 << 20 : 0);
+        guarded_buffer memory;
+        tkv_advice advice;
+        tkv_feedback f;
+        tkv_cache *kv;
+        cfg.limits.max_tokens = 300;
+        kv = create_cache_in_place(&cfg, &memory, 0);
+        CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+        for (n = 0; n < 16; n++) CHECK_EQ(tkv_observe_score(&f, .5f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), TKV_OK);
+        CHECK_EQ(advice.hot_tokens > 64, has_budget);
+        CHECK_EQ(advice.step, 0);
+        check_cache(kv);
+        tkv_destroy(kv);
+        check_borders(&memory);
+        free(memory.raw);
+    }
+}
+
+TEST(calls_without_a_cache) {
+    tkv_config cfg = small_config(0);
+    tkv_cache *kv = create_cache(&cfg);
+    tkv_budget_info info;
+    tkv_feedback f;
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+    CHECK_EQ(tkv_get_budget(NULL, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_budget(kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_set_budget(NULL, 1 << 20), TKV_ERR_ARG);
+    CHECK_EQ(tkv_set_level(NULL, 0), TKV_ERR_ARG);
+    CHECK_EQ(tkv_set_hot_tokens(NULL, 64), TKV_ERR_ARG);
+    CHECK_EQ(tkv_report_pressure(NULL, .5f), TKV_ERR_ARG);
+    CHECK_EQ(tkv_report_pressure(kv, tkv_test_float(0x7fc00000u)), TKV_ERR_ARG);
+    CHECK_EQ(tkv_adapt_plan(NULL, &f, NULL), TKV_ERR_ARG);
+    tkv_destroy(kv);
 }
 
 /* >>cfg.budget.adapt: a ladder around the plan */
@@ -1508,6 +1549,8 @@ int main(int argc, char **argv) {
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);
     RUN(advice_on_the_ends_of_hot_tokens);
+    RUN(advice_in_place);
+    RUN(calls_without_a_cache);
     RUN(the_default_ladder_stands_around_the_plan);
     RUN(the_default_ladder_changes_no_byte);
     RUN(in_place_the_level_stays);

@@ -527,8 +527,12 @@ TEST(dispatch) {
 TEST(dispatch_of_other_processors) {
     static const int one_bits[] = {12, 28, 29}, avx512_bits[] = {16, 17, 30, 31}, avx512_state[] = {5, 6, 7};
     const tkvi_cpu none = {0, 0, 0, 0}, newest = {~0u, ~0u, ~0u, ~0u};
+    const uint32_t leaf[4] = {~0u, ~0u, ~0u, ~0u};
+    const tkvi_cpu old = tkvi_cpu_of(6, leaf, leaf), read = tkvi_cpu_of(7, leaf, leaf);
     tkvi_cpu cpu = newest;
     unsigned i;
+    CHECK(old.one == 0 && old.seven_b == 0 && old.seven_c == 0 && old.xcr0 == 0);
+    CHECK(read.one == ~0u && read.seven_b == ~0u && read.seven_c == ~0u && read.xcr0 == 0);
     CHECK_EQ(tkvi_isa_of_cpu(&none), TKV_ISA_SCALAR);
     CHECK_EQ(tkvi_isa_of_cpu(&newest), TKV_ISA_AVX512);
     for (i = 0; i < sizeof one_bits / sizeof *one_bits; i++) {
