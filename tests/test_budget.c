@@ -490,6 +490,51 @@ static double archive_bytes(const tkv_cache *kv) {
            (double)m.tier[TKV_TIER_ARCHIVE].tokens;
 }
 
+/* The first layer with K and V decides on the level, which may be a later one. */
+TEST(the_level_follows_a_later_layer) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = length_config();
+    tkv_cache *kv;
+    int t, l;
+    memset(layers, 0, sizeof layers);
+    layers[0].no_cache = 1;
+    cfg.layers = layers;
+    reset_models();
+    kv = create_cache(&cfg);
+    for (t = 1; t <= 1300; t++)
+        for (l = 1; l < LAYERS; l++) {
+            CHECK_EQ(append_tokens(kv, 0, l, 1), TKV_OK);
+            CHECK_EQ(budget_of(kv).level, t < 600 ? 0 : t < 1200 ? 1 : 2);
+        }
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* An open step learns no tables. Those of layers that learn are made before it; other layers have none. */
+TEST(steps_of_layers_of_all_kinds) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = small_config(330 * 1000);
+    tkv_cache *kv;
+    int t;
+    memset(layers, 0, sizeof layers);
+    layers[1].share_kv = 1;
+    layers[2].warm = layers[2].archive = pair_of(TKV_KIVI4, TKV_KIVI2);
+    cfg.layers = layers;
+    reset_models();
+    kv = create_cache(&cfg);
+    for (t = 0; t < 1000; t += 5) {
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 0, 5), TKV_OK);
+        CHECK_EQ(append_tokens(kv, 0, 2, 5), TKV_OK);
+        CHECK_EQ(tkv_seq_commit(kv, 0), TKV_OK);
+    }
+    CHECK_EQ(n_calibrated_layers(kv), 1);
+    CHECK(budget_of(kv).level > 0);
+    CHECK_LE(budget_of(kv).peak, cfg.budget.bytes);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 /* Tokens that age get the format of today's length, in all layers alike. Stored ones keep their bytes. */
 TEST(the_level_follows_the_longest_sequence) {
     enum { OLD = 128 };
@@ -926,13 +971,14 @@ TEST(set_hot_tokens_and_level) {
     }
 }
 
-TEST(steps_and_reservations) {
+static void run_steps_and_reservations(uint64_t seed) {
     tkv_config cfg = small_config(560 * 1000);
     counting_allocator p;
     tkv_cache *kv;
     int t, l, i, n_reservations = 0;
     tkv_status st = TKV_OK;
     reset_models();
+    rng = tkv_rng_seed(seed);
     cfg.host.allocator = counting_allocator_of(&p);
     kv = create_cache(&cfg);
     for (t = 0; t < 1600 && !st && model[0][0].len + 9 <= LONGEST; t++) {
@@ -970,6 +1016,51 @@ TEST(steps_and_reservations) {
     check_cache(kv);
     CHECK_LE(p.peak, 560 * 1000);
     tkv_destroy(kv);
+}
+
+/* In the second run a step learns a table while memory is reserved: the table takes no reserved page. */
+TEST(steps_and_reservations) {
+    run_steps_and_reservations(1);
+    run_steps_and_reservations(13812787482494109963u);
+}
+
+/* Long appends are reserved before, while other sequences and the pressure take what they can. Seeds where a new table,
+ * or recoding, would take pages of the reservation. */
+TEST(reserved_appends_keep_their_pages) {
+    static const int seeds[] = {25, 38, 65, 98};
+    enum { MOST = 512 };
+    int i, t, l, m, n_reserved = 0;
+    for (i = 0; i < COUNT(seeds); i++) {
+        tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, MOST);
+        tkv_status st = TKV_OK;
+        tkv_cache *kv;
+        rng = tkv_rng_seed((uint64_t)seeds[i]);
+        cfg.budget.bytes = 700000 + (size_t)tkv_rng_below(&rng, 300) * 1000;
+        kv = create_cache(&cfg);
+        fill_inputs(HOPELESS);
+        for (t = 0; t < 400 && !st; t++) {
+            const int n = 1 + tkv_rng_below(&rng, MOST), is_reserved = tkv_rng_below(&rng, 2);
+            if (is_reserved) {
+                st = tkv_seq_reserve(kv, 0, n);
+                if (st) break;
+                n_reserved++;
+                for (m = tkv_rng_below(&rng, 3) ? 0 : 3; m > 0; m--) {
+                    tkv_status other = TKV_OK;
+                    for (l = 0; l < LAYERS && !other; l++)
+                        other = tkv_append(kv, 1, l, k_in, v_in, 1 + tkv_rng_below(&rng, 20));
+                }
+                if (!tkv_rng_below(&rng, 3))
+                    CHECK_EQ(tkv_report_pressure(kv, (float)tkv_rng_uniform(&rng)), TKV_OK);
+            }
+            for (l = 0; l < LAYERS && !st; l++) st = tkv_append(kv, 0, l, k_in, v_in, n);
+            if (is_reserved) CHECK_EQ(st, TKV_OK);
+            check_cache(kv);
+        }
+        CHECK_EQ(st, TKV_ERR_BUDGET);
+        CHECK_LE(budget_of(kv).peak, cfg.budget.bytes);
+        tkv_destroy(kv);
+    }
+    CHECK(n_reserved > 8);
 }
 
 /* >>failed allocations */
@@ -1532,6 +1623,8 @@ int main(int argc, char **argv) {
     RUN(steps_reach_the_estimated_context);
     RUN(last_append_stays_exact);
     RUN(profiles_and_ladders);
+    RUN(the_level_follows_a_later_layer);
+    RUN(steps_of_layers_of_all_kinds);
     RUN(the_level_follows_the_longest_sequence);
     RUN(a_level_by_length_waits_for_reservations);
     RUN(wrong_lengths_of_levels);
@@ -1545,6 +1638,7 @@ int main(int argc, char **argv) {
     RUN(levels_of_any_ladder_have_tags);
     RUN(set_hot_tokens_and_level);
     RUN(steps_and_reservations);
+    RUN(reserved_appends_keep_their_pages);
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);

@@ -153,6 +153,13 @@ static int tkvi_use_reservations(tkv_cache *kv, const tkvi_request *request) {
     return is_covered;
 }
 
+/* Adds the slots of a demand to the reserved ones; sign -1: takes them back. */
+static void tkvi_hold_slots(tkvi_pool *pool, const tkvi_demand *demand, int sign) {
+    int c;
+    for (c = 0; c < pool->tables->n_classes; c++)
+        if (demand->slots[c] > 0) pool->reserved_slots[c] += sign * demand->slots[c];
+}
+
 /* Number of pages in use, and of pages that reservations will need. */
 static int64_t tkvi_n_pages_taken(const tkvi_pool *pool) {
     return (int64_t)pool->n_pages - (int64_t)pool->n_free_pages + tkvi_reserved_pages(pool);
@@ -529,7 +536,8 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
     const int hot = kv->tables.plan[layer].now.layout[TKV_TIER_HOT], has_budget = tkvi_has_budget(kv);
     const size_t budget = kv->tables.cfg.budget.bytes,
                  token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
-    int i, first = 0, has_step = 0, is_covered = 0;
+    int i, first = 0, has_step = 0, is_covered = 0, is_ready;
+    tkvi_demand held = tkvi_no_demand();
     tkv_status st = TKV_OK;
     tkvi_follow_length(kv, layer, rows, request->n_rows);
     tkvi_follow_meter(kv);
@@ -539,12 +547,16 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
     }
-    if (!has_step && !tkvi_renew_table(kv, layer, total)) return tkvi_refuse_tokens(kv, total);
-    if (has_budget) {
-        tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
-        if (!is_covered) st = tkvi_reclaim(kv, request, budget);
-        if (st) return st;
+    if (is_covered) { /* nothing is provided below: a new table and recoding must leave the pages */
+        held = tkvi_demand_of(kv, request);
+        tkvi_hold_slots(&kv->pool, &held, 1);
     }
+    is_ready = has_step || tkvi_renew_table(kv, layer, total);
+    if (is_ready && has_budget) tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
+    tkvi_hold_slots(&kv->pool, &held, -1);
+    if (!is_ready) return tkvi_refuse_tokens(kv, total);
+    if (has_budget && !is_covered) st = tkvi_reclaim(kv, request, budget);
+    if (st) return st;
     if (!has_step) tkvi_query_stats_learn(kv, layer);
     if (!has_budget) {
         for (i = 0; i < request->n_rows; i++)
@@ -653,22 +665,31 @@ static int tkvi_has_blocks_to_age(const tkv_cache *kv, int seq, int layer) {
     return kv->tables.plan[layer].stored_layer == layer && tkvi_list_of(kv, seq, layer)->n > 0;
 }
 
+/* Number of tokens that the next append of a layer may have: as many as the last one. */
+static int tkvi_n_next(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return tkvi_max(1, list->len - list->chunk_start);
+}
+
 /* Ages all layers of a sequence, then expires tokens. all_due: 0 leaves due blocks to later steps, as an append does.
  * flush: 1 takes blocks of any age. partial_too: as in tkvi_age_next. If it fails, blocks of some layers may be
  * recoded. */
 static tkv_status tkvi_age_seq(tkv_cache *kv, int seq, int all_due, int flush, int partial_too) {
     int layer, n = kv->tables.cfg.model.n_layers, ready = 1;
+    for (layer = 0; layer < n && ready;
+         layer++) { /* before slots lose their reservation: a table can take pages */
+        if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
+        ready = tkvi_renew_table(kv, layer, flush ? TKVI_ANY_TOKENS : tkvi_n_next(kv, seq, layer));
+        if (ready) tkvi_query_stats_learn(kv, layer);
+    }
     tkvi_unreserve_slots(kv, seq);
     for (layer = 0; layer < n && ready; layer++) {
         const int hot = kv->tables.plan[layer].now.hot;
-        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-        const int n_next = tkvi_max(1, list->len - list->chunk_start); /* as many as the last time */
         if (!tkvi_has_blocks_to_age(kv, seq, layer)) continue;
-        ready = tkvi_renew_table(kv, layer, flush ? TKVI_ANY_TOKENS : n_next);
-        if (!ready) break;
-        tkvi_query_stats_learn(kv, layer);
-        ready = tkvi_age_list(kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer),
-                              partial_too, all_due ? TKVI_FOREVER : tkvi_most_to_age(list, n_next));
+        ready = tkvi_age_list(
+            kv, seq, layer, flush && hot != TKVI_FOREVER ? 0 : tkvi_hot_age(kv, layer), partial_too,
+            all_due ? TKVI_FOREVER
+                    : tkvi_most_to_age(tkvi_list_of(kv, seq, layer), tkvi_n_next(kv, seq, layer)));
     }
     for (layer = 0; layer < n && ready; layer++)
         if (tkvi_has_blocks_to_age(kv, seq, layer)) tkvi_expire_list(kv, seq, layer);
