@@ -456,6 +456,55 @@ TEST(build_is_reported) {
     CHECK_EQ(tkv_get_build(NULL, NULL), TKV_ERR_ARG);
 }
 
+/* Each status has a text of its own, and other numbers have one in common. */
+TEST(statuses_have_texts) {
+#define STATUS_VALUE_(name, value, text) name,
+    static const tkv_status all[] = {TKV_STATUS_LIST(STATUS_VALUE_)};
+#undef STATUS_VALUE_
+    int i, k;
+    for (i = 0; i < COUNT(all); i++)
+        for (k = 0; k < i; k++) CHECK(strcmp(tkv_get_status_text(all[i]), tkv_get_status_text(all[k])) != 0);
+    CHECK_STR(tkv_get_status_text(TKV_STATUS_LAST_), "unknown status");
+    CHECK_STR(tkv_get_status_text(TKV_OK), "ok");
+}
+
+TEST(reports_of_nothing_are_refused) {
+    tkv_config cfg = make_config();
+    tkv_cache *kv = create_cache(&cfg);
+    float row[2 * 32] = {0};
+    tkv_memory_info memory;
+    tkv_layer_info layer;
+    tkv_build_info build;
+    uint8_t tier = 0;
+    int n = 0;
+    CHECK_EQ(tkv_get_memory(NULL, &memory), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_memory(kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_layer(kv, 0, LAYERS, &layer), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_config(NULL, &cfg), TKV_ERR_ARG);
+    CHECK_EQ(tkv_append(kv, 0, 0, row, row, 1), TKV_OK);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 0, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 0, 1, &tier), TKV_OK);
+    CHECK_EQ(tier, TKV_TIER_HOT);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 0, 0, NULL), TKV_OK);
+    CHECK_EQ(tkv_get_build(kv, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_build(kv, &build), TKV_OK);
+    CHECK(build.isa_mask >> (int)build.isa & 1u);
+    CHECK(build.isa != TKV_ISA_AUTO);
+    CHECK_EQ(tkv_check(kv, NULL, 9), TKV_OK);
+    CHECK_EQ(tkv_check(NULL, NULL, 0), TKV_ERR_ARG);
+    tkv_destroy(kv);
+    CHECK_EQ(tkv_estimate_context(&cfg, 1, &n), TKV_ERR_ARG); /* no budget */
+    cfg.budget.bytes = 4 << 20;
+    CHECK_EQ(tkv_estimate_context(&cfg, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_context(&cfg, 0, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_context(&cfg, 3, &n), TKV_ERR_ARG);
+    CHECK_EQ(tkv_estimate_context(&cfg, 2, &n), TKV_OK);
+    cfg.model.n_heads = 3;
+    CHECK_EQ(tkv_estimate_context(&cfg, 1, &n), TKV_ERR_CONFIG);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 1, 1, &memory), TKV_ERR_CONFIG);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(every_error_has_a_sentence);
@@ -469,5 +518,7 @@ int main(int argc, char **argv) {
     RUN(errors_name_their_field);
     RUN(config_is_reported);
     RUN(build_is_reported);
+    RUN(statuses_have_texts);
+    RUN(reports_of_nothing_are_refused);
     return tkv_test_end();
 }

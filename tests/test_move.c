@@ -2444,6 +2444,50 @@ TEST(nothing_is_left_of_moved_tokens) {
     tkv_destroy(kv);
 }
 
+/* Moves split entries until a cache in place has no room for more. Its budget is full as well, so a move that needs
+ * entries is refused before a token is evicted for it. */
+TEST(entries_of_a_full_cache_in_place) {
+    enum { WIDTH = 32, N = 64, MOST_TOKENS = 3000 };
+    static float x[N * WIDTH];
+    tkv_config cfg = make_sized_config(2, 1, 1, WIDTH, 1, N);
+    guarded_buffer memory;
+    tkv_status st = TKV_OK;
+    tkv_layer_info before, after;
+    tkv_rng r = tkv_rng_seed(1);
+    tkv_cache *kv;
+    int n, l, at, n_moved = 0;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.limits.max_tokens = MOST_TOKENS;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.model.rope.dim = WIDTH;
+    cfg.budget.bytes = 500000;
+    kv = create_cache_in_place(&cfg, &memory, 0);
+    for (n = 0; n < MOST_TOKENS - N && !st; n += N) {
+        for (l = 0; l < 2; l++) {
+            tkv_rng_fill(&r, x, N * WIDTH, 1.0);
+            CHECK_EQ(tkv_append(kv, 0, l, x, x, N), TKV_OK);
+        }
+        for (at = 0; at < N && !st; at += 4) {
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &before), TKV_OK);
+            st = tkv_seq_shift(kv, 0, n + at, TKV_UNLIMITED, 1);
+            n_moved += st == TKV_OK;
+        }
+    }
+    CHECK_EQ(st, TKV_ERR_CAPACITY);
+    CHECK_MSG(strstr(tkv_get_last_error(kv), "no room for entries") != NULL, "%s", tkv_get_last_error(kv));
+    CHECK(n_moved > 50);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &after), TKV_OK);
+    CHECK_EQ(after.evicted, before.evicted);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), n);
+    check_cache(kv);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    for (l = 0; l < 2; l++) CHECK_EQ(tkv_append(kv, 0, l, x, x, N), TKV_OK);
+    check_cache(kv);
+    tkv_destroy(kv);
+    check_borders(&memory);
+    free(memory.raw);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(removed_tokens_are_not_seen);
@@ -2508,5 +2552,6 @@ int main(int argc, char **argv) {
     RUN(slides_leave_tokens_in_each_layer);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);
     RUN(nothing_is_left_of_moved_tokens);
+    RUN(entries_of_a_full_cache_in_place);
     return tkv_test_end();
 }

@@ -591,15 +591,15 @@ static void tkvi_recode_for_append(tkv_cache *kv, const tkvi_request *request, s
 /* >>reclaim */
 /* Merges the blocks of the first list in which that frees a block. 0: no list has such blocks. */
 static int tkvi_fill_next(tkv_cache *kv) {
-    int seq, layer;
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
-        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !kv->seq[seq].in_step; layer++) {
+    int seq, layer, frees = 0;
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs && !frees; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !frees && !kv->seq[seq].in_step; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const int n_before = list->n;
             tkvi_compact_blocks(kv, seq, layer, 1);
-            if (list->n < n_before) return 1;
+            frees = list->n < n_before;
         }
-    return 0;
+    return frees;
 }
 
 /* Evicts a batch of tokens, or merges blocks. needs_pages: 1 evicts tokens in RAM before offloaded ones, because those
