@@ -586,6 +586,54 @@ TEST(numbers_that_end_early_are_refused) {
     }
 }
 
+/* The numbers end before all that follows from the config. */
+TEST(numbers_that_hardly_begin_are_refused) {
+    tkv_config cfg = config_number(1);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 30, 30), TKV_OK);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    memset(file + get64(e + 8), 0, (size_t)get64(e + 16));
+    repair_index(file, n);
+    CHECK_EQ(load_cache(b, file, n), TKV_ERR_CONFIG);
+    put64(file + (e - file) + 16, 40);
+    repair_index(file, n);
+    CHECK_EQ(load_cache(b, file, n), TKV_ERR_DATA);
+    check_cache_at(b, "cut numbers", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* In place a budget is at most the memory, and there always is one. */
+TEST(budgets_in_place_are_checked) {
+    tkv_config cfg = config_number(4);
+    guarded_buffer memory[2];
+    tkv_cache *a = create_cache_in_place(&cfg, &memory[0], 0), *b = create_cache_in_place(&cfg, &memory[1], 64);
+    int n_found = 0;
+    run_script(a, 0, 20);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    const uint64_t budget = budget_of(a).budget, wrong[] = {0, budget + 1, (uint64_t)1 << 40};
+    for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8)
+        for (int i = 0; i < COUNT(wrong) && get64(file + at) == budget; i++) {
+            memcpy(twin_file, file, n);
+            put64(twin_file + at, wrong[i]);
+            repair_index(twin_file, n);
+            CHECK_EQ(load_cache(b, twin_file, n), TKV_ERR_DATA);
+            check_cache_at(b, "budget in place", i);
+            n_found++;
+        }
+    CHECK_EQ(n_found, COUNT(wrong));
+    CHECK_EQ(load_cache(b, file, n), TKV_OK);
+    check_same_future(a, b, "budget in place", 4);
+    tkv_destroy(a);
+    tkv_destroy(b);
+    for (int i = 0; i < 2; i++) {
+        check_borders(&memory[i]);
+        free(memory[i].raw);
+    }
+}
+
 /* Each read of a callback fails once, or gives a damaged record: the cache is as new, and freed memory is wiped. */
 TEST(failed_reads_leave_a_new_cache) {
     tkv_config cfg = config_number(0);
@@ -1052,6 +1100,8 @@ int main(int argc, char **argv) {
     RUN(heads_learned_ahead_are_saved);
     RUN(what_queries_taught_is_saved);
     RUN(numbers_that_end_early_are_refused);
+    RUN(numbers_that_hardly_begin_are_refused);
+    RUN(budgets_in_place_are_checked);
     RUN(failed_reads_leave_a_new_cache);
     RUN(flipped_bits_and_cuts_are_found);
     RUN(hostile_files_with_right_checksums);
