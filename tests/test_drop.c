@@ -1390,6 +1390,18 @@ TEST(wrong_arguments) {
     CHECK_EQ(live_mask_of(pair.reference, 0, 0, 0, 100, bits), TKV_OK);
     CHECK_EQ(bits[0], ~(uint64_t)0);
     CHECK_EQ(bits[1], ((uint64_t)1 << 36) - 1);
+    {
+        tkv_evict_config none;
+        memset(&none, 0, sizeof none); /* the policy that evicts nothing */
+        p.evict = &none;
+        p.keep = 100;
+        CHECK_EQ(tkv_evict(pair.kv, &p), TKV_OK);
+        p.keep = 50;
+        CHECK_EQ(tkv_evict(pair.kv, &p), TKV_ERR_BUDGET);
+        CHECK_MSG(strstr(tkv_get_last_error(pair.kv), "the policy is \"none\"") != NULL, "%s",
+                  tkv_get_last_error(pair.kv));
+        CHECK_EQ(n_live(pair.kv, 0, 0), 100);
+    }
     cfg.evict.pool = 2;
     CHECK_EQ(tkv_validate_config(&cfg, NULL, 0), TKV_ERR_CONFIG);
     destroy_pair(&pair);

@@ -1622,6 +1622,42 @@ TEST(copies_are_refused_with_a_reason) {
     CHECK_STR(tkv_get_last_error(kv), "max_tokens leaves room for 280 more tokens");
     CHECK_EQ(tkv_seq_copy(kv, 0, 0, 280, 1, 0), TKV_OK);
     tkv_destroy(kv);
+    cfg = make_config(2, 2);
+    cfg.model.window = 64;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 700, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 0, 50, 1, 0), TKV_ERR_RANGE);
+    CHECK_STR(tkv_get_last_error(kv), "tokens of the range have expired: layer 0");
+    tkv_destroy(kv);
+}
+
+/* Anchors can be removed, but not moved. */
+TEST(anchors_are_removed_and_do_not_move) {
+    static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+    tkv_config cfg = make_config(2, 2);
+    tkv_cache *kv;
+    uint8_t tiers[60];
+    tkv_rng r = tkv_rng_seed(2);
+    int layer, t, n_gone = 0;
+    cfg.model.rope.dim = DIM;
+    cfg.tiers.n_anchors = 16;
+    cfg.importance.sample_every = 1;
+    kv = create_cache(&cfg);
+    for (t = 0; t < 10; t++) {
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 64, 64), TKV_OK);
+        tkv_rng_fill(&r, q, COUNT(q), 1.0);
+        for (layer = 0; layer < 2; layer++) CHECK_EQ(tkv_attend(kv, 0, layer, q, 1, out), TKV_OK);
+    }
+    check_cache_at(kv, "anchors", 0);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 0, 10, 5), TKV_ERR_UNSUPPORTED);
+    CHECK_MSG(strstr(tkv_get_last_error(kv), "anchors cannot move") != NULL, "%s", tkv_get_last_error(kv));
+    CHECK_EQ(tkv_seq_remove(kv, 0, 20, 400), TKV_OK); /* anchors are among them */
+    check_cache_at(kv, "anchors", 1);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 20, 60, tiers), TKV_OK);
+    for (t = 0; t < 60; t++) n_gone += tiers[t] == TKV_TOKEN_GONE;
+    CHECK_EQ(n_gone, 60);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 640);
+    tkv_destroy(kv);
 }
 
 /* Sequences that never had a token, or have lost all of them, can be cut, moved and forked. */
@@ -2236,7 +2272,15 @@ TEST(keeping_is_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_keep(kv, 0, 305, behind_all, 2), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_keep(kv, 0, 305, behind_all, 1), TKV_ERR_RANGE);
     CHECK_STR(tkv_get_last_error(kv), "there is no token with index 2147483647");
+    CHECK_EQ(tkv_seq_keep(kv, 0, -1, late, 2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, NULL, 2), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, late, -1), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_keep(kv, 2, 305, late, 2), TKV_ERR_ARG);
     check_unchanged(kv, &before, "refused");
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 305, late, 2), TKV_ERR_STATE);
+    CHECK_STR(tkv_get_last_error(kv), "a step is open; commit or abort it first: sequence 0");
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     CHECK_EQ(tkv_seq_keep(kv, 0, 330, late, 0), TKV_OK);
     CHECK_EQ(tkv_seq_keep(kv, 0, 325, early, 0), TKV_OK);
@@ -2527,6 +2571,7 @@ int main(int argc, char **argv) {
     RUN(copies_of_coded_tokens_keep_their_bytes);
     RUN(a_token_can_be_in_several_sequences);
     RUN(copies_are_refused_with_a_reason);
+    RUN(anchors_are_removed_and_do_not_move);
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);
     RUN(a_sequence_slides_across_merged_blocks);

@@ -252,6 +252,28 @@ TEST(validate_config_explains_refusals) {
     CHECK_MSG(validated == created, "too many kinds of blocks: create says \"%s\", validate \"%s\"",
               tkv_get_status_text(created), tkv_get_status_text(validated));
     if (!created) tkv_destroy(kv);
+    memset(layers, 0, sizeof layers);
+    cfg = make_config(2, 1);
+    cfg.layers = layers;
+    layers[1].v_in_k = 2;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "layers[1].v_in_k is 2; it must be 1, 0 (default) or TKV_OFF");
+    layers[1].v_in_k = 1;
+    layers[1].v_head_dim = DIM + 4;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "layers[1].v_head_dim is 16; it must be at most head_dim") == reason, "%s",
+              reason);
+    memset(layers, 0, sizeof layers);
+    cfg.budget.bytes = 4 << 20;
+    cfg.budget.pressure.threshold[0] = .8f;
+    cfg.budget.pressure.threshold[2] = .9f; /* [1] is missing */
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "without gaps") != NULL, "%s", reason);
+    cfg = make_config(1, 1);
+    cfg.model.head_dim = 576;
+    cfg.model.rope.dim = 514;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_MSG(strstr(reason, "rope.dim is 514; it must be at most 510") != NULL, "%s", reason);
     cfg = make_config(1, 1); /* max_tokens is 0: only caches in place need it */
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
     cfg = make_config(1, 1);
