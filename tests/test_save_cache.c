@@ -608,7 +608,8 @@ TEST(numbers_that_hardly_begin_are_refused) {
 TEST(budgets_in_place_are_checked) {
     tkv_config cfg = config_number(4);
     guarded_buffer memory[2];
-    tkv_cache *a = create_cache_in_place(&cfg, &memory[0], 0), *b = create_cache_in_place(&cfg, &memory[1], 64);
+    tkv_cache *a = create_cache_in_place(&cfg, &memory[0], 0),
+              *b = create_cache_in_place(&cfg, &memory[1], 64);
     int n_found = 0;
     run_script(a, 0, 20);
     const size_t n = save_cache(a, file);

@@ -127,9 +127,9 @@ static int tkvi_float_read(const char *s, size_t n, float *out) {
 /* Finds the number m * 10^e with the fewest digits that reads back as this float, and returns m. bits: of a
  * positive float. */
 static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
-    uint64_t m, low = 100000000u, high = 1000000000u, power = high;
+    uint64_t m = 0, low = 100000000u, high = 1000000000u, power = high;
     uint32_t c;
-    int x, first, n, i, up;
+    int x, first, n, i, up, is_found = 0;
     tkvi_float_parts(bits, &c, &x);
     first = bits >> 23 ? ((int)(bits >> 23) - 127) * 77 / 256 - 2
                        : -46; /* a lower bound of the first digit's exponent */
@@ -139,16 +139,17 @@ static uint64_t tkvi_float_shortest(uint32_t bits, int *e) {
         if (tkvi_decimal_compare(m, first - 8, c, x) <= 0) low = m;
         else high = m;
     }
-    for (n = 1; n <= 9; n++) {
+    for (n = 1; n <= 9 && !is_found; n++) { /* nine digits identify any float */
         power /= 10u;
         *e = first - n + 1;
         up = tkvi_decimal_compare(2u * (low / power) + 1u, *e, c, x + 1) < 0; /* rounding up is nearer */
-        for (i = 0; i < 2; i++) {
+        for (i = 0; i < 2 && !is_found; i++) {
             m = low / power + (uint64_t)(up ^ i);
-            if (tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1)) return m;
+            is_found = tkvi_decimal_reaches(m, *e, bits) && !tkvi_decimal_reaches(m, *e, bits + 1);
         }
     }
-    return m; /* not reached: nine digits identify any float */
+    TKVI_ASSERT(is_found);
+    return m;
 }
 
 /* Writes a finite float as text, such as 0.05, 1000, 1.5e-7, to TKVI_FLOAT_TEXT bytes. The text is valid JSON. */

@@ -156,9 +156,9 @@ static int tkvi_threshold_rank(const tkv_threshold *a, const tkv_threshold *b, i
         key[3][i] = -e[i]->samples;
         key[4][i] = -e[i]->context;
     }
-    for (i = 0; i < 5; i++)
+    for (i = 0; i < 4; i++)
         if (key[i][0] != key[i][1]) return key[i][0] < key[i][1] ? -1 : 1;
-    return 0;
+    return key[4][0] < key[4][1] ? -1 : 1;
 }
 
 TKV_API tkv_status tkv_find_thresholds(const tkv_thresholds *t, const char *model, int layer, int context,
