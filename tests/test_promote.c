@@ -360,6 +360,40 @@ TEST(promoted_blocks_that_do_not_go_back) {
     }
 }
 
+/* A sequence has a copied block of another, exact again. When tokens of it move to other slots, its exact copy is no
+ * source any more. */
+TEST(kept_tokens_need_a_new_exact_copy) {
+    test_store store;
+    tkv_config cfg = make_config(&store, 1);
+    tkv_cache *kv;
+    int kept[100], i, layer, n;
+    cfg.limits.max_seqs = 2;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = 2 * BLOCK;
+    cfg.model.rope.dim = DIM;
+    kv = make_filled_cache(&cfg, 8 * BLOCK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 0, BLOCK, 1, 0), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    for (layer = 0; layer < LAYERS; layer++) {
+        CHECK_EQ(tkv_promote(kv, 1, layer, 5), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 1, layer, model_k[layer], model_v[layer], BLOCK), TKV_OK);
+    }
+    for (i = 0; i < COUNT(kept); i++) kept[i] = 20 + i;
+    CHECK_EQ(tkv_seq_keep(kv, 1, 0, kept, COUNT(kept)), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 1, 0, 0, BLOCK, read_before, NULL), TKV_OK);
+    for (layer = 0; layer < LAYERS; layer++)
+        for (i = 0; i < 10; i++)
+            CHECK_EQ(tkv_append(kv, 1, layer, model_k[layer], model_v[layer], BLOCK), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 1, 0, 0, BLOCK, k_in, NULL), TKV_OK);
+    CHECK(memcmp(k_in, read_before, sizeof(float) * BLOCK * ROW) != 0); /* coded for the archive */
+    CHECK_EQ(tkv_offload(kv, 1, 0, 1, &n), TKV_OK);
+    CHECK_EQ(n, 1);
+    CHECK_EQ(tkv_promote(kv, 1, 0, 15), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 1, 0, 0, BLOCK, k_in, NULL), TKV_OK);
+    CHECK_MEM(k_in, read_before, sizeof(float) * BLOCK * ROW);
+    destroy_cache_and_store(kv, &store);
+}
+
 /* The tokens of the first coded block are all anchors: it is no candidate, whatever the threshold. */
 TEST(blocks_of_anchors_alone_stay) {
     test_store store;
@@ -691,6 +725,7 @@ int main(int argc, char **argv) {
     RUN(promotion_never_fails_an_append);
     RUN(blocks_go_back_when_memory_comes);
     RUN(promoted_blocks_that_do_not_go_back);
+    RUN(kept_tokens_need_a_new_exact_copy);
     RUN(blocks_of_anchors_alone_stay);
     RUN(loaded_blocks_need_no_cooldown);
     RUN(attached_exact_blocks);

@@ -19,13 +19,15 @@ typedef struct tkvi_keep {
     const int *indices;
 } tkvi_keep;
 
-/* Copies the rows of a token to a slot of another block or of the same, with the data of the token. */
+/* Copies the rows of a token to a slot of another block or of the same, with the data of the token. A promoted block
+ * can have an exact copy in the store, which does not match it any more. */
 static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_t to, int to_slot) {
     const tkvi_block *a = tkvi_block_of(kv, from), *b = tkvi_block_of(kv, to);
     const tkvi_simd_ops *ops = kv->kernels->simd_ops;
     const uint64_t bit = (uint64_t)1 << to_slot;
     float row[TKV_MAX_HEAD_DIM];
     int h;
+    tkvi_forget_copy(&kv->pool, kv->pool.entry[to].block);
     for (h = 0; h < kv->tables.layout[a->layout].n_kv_heads; h++) {
         const tkvi_record *r = &kv->tables.layout[a->layout].record[h],
                           *s = &kv->tables.layout[b->layout].record[h];
