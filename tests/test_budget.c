@@ -121,6 +121,7 @@ TEST(a_small_budget_holds_150_tokens) {
     tkv_cache *kv;
     static float row[288];
     tkv_status st = TKV_OK;
+    unsigned long largest;
     int l, t;
     cfg.model.n_layers = 6;
     cfg.model.n_heads = 6;
@@ -135,6 +136,9 @@ TEST(a_small_budget_holds_150_tokens) {
     CHECK_EQ(st, TKV_ERR_BUDGET);
     CHECK_LE(150, t - 1);
     CHECK(strstr(tkv_get_last_error(kv), "of those held are"));
+    largest = strtoul(strchr(tkv_get_last_error(kv), ';') + 1, NULL, 10);
+    CHECK_LE(cfg.budget.bytes / 5, largest); /* of five parts */
+    CHECK_LE(largest, cfg.budget.bytes);
     check_cache(kv);
     tkv_destroy(kv);
 }

@@ -2312,6 +2312,37 @@ TEST(keeping_needs_tokens_that_are_not_due) {
     tkv_destroy(kv);
 }
 
+/* A block is split, scores are added to its second half later, and then the halves join: scores are as if it had not
+ * moved. */
+TEST(scores_of_halves_that_join) {
+    static plain_sequence s;
+    float score[28], found[2][88];
+    int moved, t;
+    for (t = 0; t < 28; t++) score[t] = .5f;
+    for (moved = 0; moved < 2; moved++) {
+        tkv_config cfg = make_move_config(1);
+        tkv_cache *kv;
+        cfg.importance.strategy = TKV_IMPORTANCE_ACCUMULATION;
+        cfg.importance.sample_every = 1 << 20; /* only tkv_add_scores changes scores */
+        cfg.importance.decay = .9f;
+        kv = create_cache(&cfg);
+        memset(&s, 0, sizeof s);
+        append_plain(kv, 0, &s, 0, 68, 68);
+        for (t = 12; t < 68; t += 28) CHECK_EQ(tkv_add_scores(kv, 0, 0, t, 28, score), TKV_OK);
+        if (moved) CHECK_EQ(tkv_seq_shift(kv, 0, 40, TKV_UNLIMITED, 5), TKV_OK);
+        append_plain(kv, 0, &s, 68, 20, 20);
+        CHECK_EQ(tkv_add_scores(kv, 0, 0, 40, 28, score), TKV_OK);
+        if (moved) CHECK_EQ(tkv_seq_shift(kv, 0, 45, TKV_UNLIMITED, -5), TKV_OK);
+        CHECK_EQ(tkv_get_importance(kv, 0, 0, 0, 88, found[moved], NULL), TKV_OK);
+        check_cache_at(kv, "joined", moved);
+        tkv_destroy(kv);
+    }
+    for (t = 0; t < 88; t++) CHECK_NEAR(found[1][t], found[0][t], 1e-5);
+    CHECK_LE(.05, found[0][12]);
+    CHECK_LE(found[0][12], .1);
+    CHECK_LE(.5, found[0][40]);
+}
+
 /* The first index may be that of a removed token, in front of tokens of the same block. */
 TEST(keeping_from_a_removed_token_on) {
     static plain_sequence s, other;
@@ -2364,8 +2395,36 @@ TEST(keeping_all_tokens_adds_no_block) {
     tkv_destroy(kv);
 }
 
-TEST(keeping_stays_within_the_window) {
+/* Behind a slide, keys of one block turned by different angles. They stay apart. */
+TEST(keeping_all_tokens_after_a_slide) {
+    static plain_sequence s;
     tkv_config cfg = make_move_config(1);
+    int kept[60], t, n_removed;
+    tkv_layer_info before, after;
+    tkv_cache *kv;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.limits.max_tokens = 300;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 290, 290);
+    CHECK_EQ(tkv_seq_slide(kv, 0, 20, &n_removed), TKV_OK);
+    CHECK_EQ(n_removed, 64);
+    remove_plain(&s, 0, 64);
+    for (t = 0; t < s.n; t++) s.token[t].position -= 64;
+    append_plain(kv, 0, &s, 290, 20, 20);
+    for (t = 0; t < 60; t++) kept[t] = s.n - 60 + t;
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &before), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, kept[0], kept, 60), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &after), TKV_OK);
+    CHECK_EQ(after.blocks[TKV_TIER_HOT], before.blocks[TKV_TIER_HOT]);
+    check_cache_at(kv, "kept", 0);
+    check_plain(kv, 0, &s, &cfg, 1e-9);
+    tkv_destroy(kv);
+}
+
+TEST(keeping_stays_within_the_window) {
+    tkv_config cfg = make_move_config(2);
     tkv_layer_info info;
     tkv_cache *kv;
     int last, early = 290;
@@ -2381,6 +2440,10 @@ TEST(keeping_stays_within_the_window) {
     CHECK_EQ(tkv_seq_keep(kv, 0, info.expired - 1, &early, 1), TKV_ERR_STATE);
     CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 300);
     CHECK_EQ(tkv_seq_keep(kv, 0, 280, &early, 1), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 0, 300, 100), TKV_OK);
+    last++; /* it sees 39 tokens before it, and none that expired */
+    CHECK_EQ(tkv_seq_keep(kv, 1, last, &last, 1), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), last + 1);
     check_cache_at(kv, "kept", 0);
     tkv_destroy(kv);
 }
@@ -2589,8 +2652,10 @@ int main(int argc, char **argv) {
     RUN(a_kept_path_equals_one_that_was_appended_alone);
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);
+    RUN(scores_of_halves_that_join);
     RUN(keeping_from_a_removed_token_on);
     RUN(keeping_all_tokens_adds_no_block);
+    RUN(keeping_all_tokens_after_a_slide);
     RUN(keeping_stays_within_the_window);
     RUN(keeping_from_before_the_first_token_on);
     RUN(anchors_allow_keeping_tokens_in_a_row);

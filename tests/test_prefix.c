@@ -250,9 +250,15 @@ TEST(hashes_name_all_that_decides_bytes) {
     extra[1].size = 3;
     p.extras = extra;
     p.n_extras = 2;
+    q = params_of(0, TEXT);
     CHECK(is_same_hash(hash_after(kv, &p, 1), page));
     CHECK(!is_same_hash(hash_after(kv, &p, 2), hash_after(kv, &q, 2)));
     CHECK(!is_same_hash(hash_after(kv, &p, 3), third));
+    extra[0].index = SINKS + 256; /* of the second page, not of the first */
+    CHECK(is_same_hash(hash_after(kv, &p, 1), page));
+    CHECK(!is_same_hash(hash_after(kv, &p, 2), hash_after(kv, &q, 2)));
+    extra[0].index = SINKS + 255;
+    CHECK(!is_same_hash(hash_after(kv, &p, 1), page));
     tkv_destroy(kv);
     p = params_of(0, 0);
     for (i = 0; i < 8; i++) { /* what the cache is */

@@ -1026,6 +1026,35 @@ TEST(copies_of_the_meter_that_fit_no_block) {
     tkv_destroy(a);
 }
 
+/* The distance between copied blocks of a head stands in a file behind their number. It is never 0. */
+TEST(copies_of_the_meter_have_a_distance) {
+#if defined(__GNUC__) || defined(__clang__)
+    tkv_config cfg = config_number(10);
+    int n_found = 0;
+    cfg.meter.tokens = 2 * BLOCK;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 10 * BLOCK, 50), TKV_OK);
+    const size_t n = save_cache(a, file);
+    const unsigned char *e = find_in_index(file, n, 7, 0);
+    for (size_t at = (size_t)get64(e + 8); at + 80 <= (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+        int is_found = get64(file + at) == 2 && get64(file + at + 8) == 4 && get64(file + at + 72) == 4;
+        for (int i = 2; i < 9; i++) is_found &= !get64(file + at + 8 * (size_t)i); /* sums of errors */
+        if (!is_found) continue;
+        memcpy(twin_file, file, n);
+        put64(twin_file + at + 8, 0);
+        repair_index(twin_file, n);
+        CHECK_EQ(load_cache(b, twin_file, n), TKV_ERR_DATA);
+        check_cache_at(b, "distance", (int)at);
+        n_found++;
+    }
+    CHECK_EQ(n_found, cfg.meter.heads);
+    tkv_destroy(a);
+    tkv_destroy(b);
+#else
+    SKIP("no atomics, no meter");
+#endif
+}
+
 /* Two sequences that share blocks, with states, and what the config learns from a few queries. */
 static void fill_small_cache(tkv_cache *kv, const tkv_config *cfg) {
     float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
@@ -1111,6 +1140,7 @@ int main(int argc, char **argv) {
     RUN(reservations_without_memory_end);
     RUN(states_beyond_the_limit_are_refused);
     RUN(copies_of_the_meter_that_fit_no_block);
+    RUN(copies_of_the_meter_have_a_distance);
     RUN(holders_of_blocks_are_checked);
     RUN(layouts_before_the_last_coding_are_saved);
     RUN(each_number_is_checked);

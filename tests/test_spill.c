@@ -921,6 +921,31 @@ TEST(a_file) { SKIP("no POSIX files"); }
 #endif
 
 /* >>configs and arguments that are refused */
+/* What an estimate counts as offloaded are whole blocks, of one format. */
+TEST(estimates_with_offloaded_blocks) {
+    test_store store;
+    tkv_config cfg = small_config();
+    const size_t bytes = KV_HEADS * BLOCK * 2 * DIM * 2 / 8; /* codes of 2 bits */
+    tkv_memory_info one, two;
+    tkv_level level;
+    attach_test_store(&store, &cfg);
+    memset(&level, 0, sizeof level);
+    level.warm = level.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.budget.bytes = 300 * 1000;
+    cfg.budget.ladder = &level;
+    cfg.budget.n_levels = 1;
+    CHECK_EQ(tkv_estimate_memory(&cfg, 3000, 1, &one), TKV_OK);
+    CHECK_EQ(tkv_estimate_memory(&cfg, 3000, 2, &two), TKV_OK);
+    CHECK_LE(LAYERS * 10 * BLOCK, one.offloaded.tokens);
+    CHECK_LE(one.offloaded.tokens, LAYERS * 3000);
+    CHECK_EQ(one.offloaded.tokens % BLOCK, 0);
+    CHECK_EQ(one.offloaded.codes, one.offloaded.tokens / BLOCK * bytes);
+    CHECK_EQ(two.offloaded.codes, two.offloaded.tokens / BLOCK * bytes);
+    CHECK(two.offloaded.tokens > one.offloaded.tokens);
+    CHECK_LE(two.offloaded.tokens, LAYERS * 2 * 3000);
+    destroy_test_store(&store);
+}
+
 TEST(wrong_configs_and_arguments) {
     tkv_config cfg = small_config();
     char reason[200];
@@ -956,6 +981,14 @@ TEST(wrong_configs_and_arguments) {
     CHECK_EQ(tkv_offload(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(NULL, 0, 0, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 0, &i), TKV_OK);
+    CHECK_EQ(i, 0);
+    CHECK_EQ(tkv_offload(kv, 0, 0, -1, &i), TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(kv), "n_blocks is -1; it must not be negative");
+    tkv_destroy(kv);
     destroy_test_store(&store);
 }
 
@@ -979,6 +1012,7 @@ int main(int argc, char **argv) {
     RUN(every_allocation_fails_once);
     RUN(in_place);
     RUN(a_file);
+    RUN(estimates_with_offloaded_blocks);
     RUN(wrong_configs_and_arguments);
     RUN(events_and_reports);
     return tkv_test_end();

@@ -1034,6 +1034,22 @@ TEST(json_report) {
     tkv_destroy(kv);
 }
 
+TEST(reports_with_a_budget) {
+    tkv_config cfg = make_sized_config(1, 1, 1, 16, 1, 64);
+    char line[64], *text;
+    tkv_cache *kv;
+    cfg.budget.bytes = 1 << 20;
+    kv = create_cache(&cfg);
+    text = print_report(kv, TKV_REPORT_PROMETHEUS);
+    CHECK(strstr(text, "\ntkv_level 0\n") != NULL);
+    free(text);
+    text = print_report(kv, TKV_REPORT_JSON);
+    snprintf(line, sizeof line, "\"level\": 0, \"levels\": %d, ", budget_of(kv).n_levels);
+    CHECK_MSG(strstr(text, line) != NULL, "%s\n%s", line, text);
+    free(text);
+    tkv_destroy(kv);
+}
+
 TEST(prometheus_lines) {
     tkv_cache *kv = make_small_cache();
     char *text = print_report(kv, TKV_REPORT_PROMETHEUS), buf[8192];
@@ -1107,6 +1123,7 @@ int main(int argc, char **argv) {
     RUN(tier_for_age);
     RUN(tiers_follow_ages);
     RUN(json_report);
+    RUN(reports_with_a_budget);
     RUN(prometheus_lines);
     return tkv_test_end();
 }

@@ -228,6 +228,8 @@ TEST(check_names_damaged_counts) {
     DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], -1, "more blocks are counted as offloaded than exist");
     DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], list->n, "more blocks are counted as offloaded than exist");
     DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], 1, "a block in RAM is counted as offloaded");
+    DAMAGE_SAYS(list->passed[TKVI_OFFLOADED_RUN], list->n - list->sinks,
+                "a block in RAM is counted as offloaded");
     DAMAGE_SAYS(list->chunk_start, -1, "the last append began behind the end");
     DAMAGE_SAYS(list->chunk_start, list->len + 1, "the last append began behind the end");
     DAMAGE_SAYS(list->expired, list->len + 1, "a length is out of range");

@@ -676,6 +676,33 @@ TEST(rope_against_double) {
         }
 }
 
+/* 2^64 / 2 pi, rounded down, is 0x28be60db9391054a. */
+TEST(radians_in_turns) {
+    CHECK(tkvi_radians_to_turns(1.0f) == 0x28be60db9391054aULL);
+    CHECK(tkvi_radians_to_turns(2.0f) == 0x517cc1b727220a94ULL);
+    CHECK(tkvi_radians_to_turns(3.0f) == 0x7a3b2292bab30fdeULL);
+    CHECK(tkvi_radians_to_turns(1.0f / 65536) == 0x28be60db9391ULL);
+    CHECK(tkvi_radians_to_turns(0.0f) == 0);
+}
+
+/* Codes 0 and 1 of values that differ by 2: fp16 misses the zero of 2048.5 by a quarter of the scale. More is refused. */
+TEST(zeros_near_enough_for_fp16) {
+    int i;
+    for (i = 0; i < 2; i++) {
+        tkvi_group g;
+        uint8_t scale[2] = {0, 0}, zero[2] = {0, 0};
+        memset(&g, 0, sizeof g);
+        g.n = 2;
+        g.low = i ? 2048.25f : 2048.0f;
+        g.step = 1.0f;
+        g.sum_u = 2;
+        g.sum_uu = 4;
+        tkvi_moments_of(&g, 1, 1, 2, 1, scale, zero);
+        CHECK_NEAR(tkvi_f16_to_f32(tkvi_load16(scale)), i ? 0.0 : 2.0, 0.0);
+        CHECK_NEAR(tkvi_f16_to_f32(tkvi_load16(zero)), i ? 0.0 : 2048.0, 0.0);
+    }
+}
+
 TEST(invalid_rope_is_refused) {
     static const float bad[] = {1.0f, 2.0f};
     tkv_rope r = rope_of(64, 0, 0, 0);
@@ -935,6 +962,8 @@ int main(int argc, char **argv) {
     RUN(code_books);
     RUN(ties_take_the_even_code);
     RUN(rope_against_double);
+    RUN(radians_in_turns);
+    RUN(zeros_near_enough_for_fp16);
     RUN(invalid_rope_is_refused);
     RUN(rope_golden);
     RUN(levels_are_near_the_optimum);

@@ -191,6 +191,48 @@ TEST(scores_of_the_meter_move_the_level) {
     }
 }
 
+/* A file of a whole cache has what the controller knows. */
+TEST(the_controller_of_the_meter_is_saved) {
+    static unsigned char file[1 << 20], scratch[1 << 16];
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_save_params save;
+    tkv_load_params load;
+    tkv_cache *kv, *twin;
+    const tkv_feedback *f, *g;
+    size_t bytes = 0;
+    int n;
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    save.seq = load.seq = TKV_ALL_SEQS;
+    save.scratch = scratch;
+    save.scratch_bytes = sizeof scratch;
+    cfg.budget.adapt = 1;
+    cfg.meter.heads = 2;
+    cfg.meter.target = .9f;
+    kv = create_cache(&cfg);
+    twin = create_cache(&cfg);
+    REQUIRE(kv->meter != NULL && twin->meter != NULL);
+    f = kv->meter->feedback;
+    g = twin->meter->feedback;
+    for (n = 0; n < 40; n++) measure(kv, 4, 400, 0.0);
+    for (n = 0; n < 200 && !f->finer; n++) measure(kv, 4, 400, .5);
+    CHECK(f->finer == 1 && f->low > 0.0f && f->gain == -1.0f);
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &bytes), TKV_OK);
+    CHECK_EQ(tkv_seq_load(twin, &load, file, bytes, NULL), TKV_OK);
+    CHECK_NEAR(g->low, f->low, 0.0);
+    CHECK_NEAR(g->gain, f->gain, 0.0);
+    CHECK_EQ(g->hot, f->hot);
+    CHECK_EQ(g->level, f->level);
+    CHECK_EQ(g->moved, f->moved);
+    CHECK(g->since == f->since && g->gained_at == f->gained_at && g->sum == f->sum);
+    CHECK(g->squares == f->squares && g->scores == f->scores && g->refused == f->refused);
+    CHECK(g->finer == f->finer && g->cheaper == f->cheaper);
+    CHECK_MEM(g->history, f->history, sizeof f->history);
+    CHECK_MEM(&g->cfg, &f->cfg, sizeof f->cfg);
+    tkv_destroy(kv);
+    tkv_destroy(twin);
+}
+
 /* Under a budget, and in place, the meter does not move the level. */
 TEST(the_meter_moves_no_level_of_fixed_memory) {
     int in_place, n;
@@ -220,6 +262,7 @@ int main(int argc, char **argv) {
     RUN(stale_records_are_refused);
     RUN(scores_allocate_what_they_need);
     RUN(scores_of_the_meter_move_the_level);
+    RUN(the_controller_of_the_meter_is_saved);
     RUN(the_meter_moves_no_level_of_fixed_memory);
     return tkv_test_end();
 }
