@@ -168,6 +168,20 @@ TEST(keeps_the_plan_between) {
     }
 }
 
+/* A mean of .75 is where a target of .5 begins to be exceeded. All scores are above it, but not the newest 16. */
+TEST(newest_scores_at_the_limit_keep_the_plan) {
+    tkv_feedback_config cfg;
+    tkv_feedback f;
+    memset(&cfg, 0, sizeof cfg);
+    cfg.target = .5f;
+    f = make_controller(&cfg);
+    observe_times(&f, 1.0, 184);
+    observe_times(&f, .75, 16);
+    CHECK_EQ(get_advice(&f, 64, 2).kind, TKV_ADVICE_KEEP);
+    observe_times(&f, .8125, 1);
+    CHECK_EQ(get_advice(&f, 64, 2).kind, TKV_ADVICE_CHEAPER);
+}
+
 TEST(targets) {
     static const struct {
         double target, score;
@@ -760,6 +774,7 @@ int main(int argc, char **argv) {
     RUN(advises_finer_below_the_target);
     RUN(advises_cheaper_above_the_target);
     RUN(keeps_the_plan_between);
+    RUN(newest_scores_at_the_limit_keep_the_plan);
     RUN(targets);
     RUN(needs_significant_scores);
     RUN(newest_scores_count);

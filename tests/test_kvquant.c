@@ -205,6 +205,22 @@ TEST(outliers_are_kept) {
 }
 
 /* Zeros stay zero, and no value becomes NaN or infinite. */
+/* Keys at both ends of a channel's range are no outliers, which would be stored exactly. */
+TEST(ends_of_a_range_are_no_outliers) {
+    int f, i, n_exact[2] = {0, 0};
+    for (f = 0; f < 3; f++) {
+        tkv_codec c = make_codec(kvquant_formats[f], 0, 32);
+        for (i = 0; i < BLOCK * 32; i++) in[i] = (i / 32 + i) % 2 ? 1.0f : -1.0f;
+        encode_and_decode(&c, BLOCK);
+        for (i = 0; i < BLOCK * 32; i++) {
+            CHECK_NEAR(out[i], f == 0 ? .65 * (double)in[i] : .9 * (double)in[i], .2);
+            n_exact[in[i] > 0.0f] += out[i] == in[i];
+        }
+    }
+    CHECK_EQ(n_exact[0], 0);
+    CHECK_EQ(n_exact[1], 0);
+}
+
 TEST(extreme_values) {
     static const float special_values[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
                                            -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
@@ -1134,6 +1150,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(bytes_follow_the_layout);
     RUN(outliers_are_kept);
+    RUN(ends_of_a_range_are_no_outliers);
     RUN(extreme_values);
     RUN(any_bytes_decode);
     RUN(keys_are_rotated_back);

@@ -657,6 +657,46 @@ TEST(free_bytes_quantizes_blocks) {
     tkv_destroy(kv);
 }
 
+/* The newest token has age 0. The price of quantizing is between those at which blocks of this age, and of blocks that
+ * are one token older, would be discarded. */
+TEST(ages_count_from_the_newest_token) {
+    tkv_remat_block blocks[64];
+    tkv_remat_action actions[64];
+    tkv_remat r = make_remat(100);
+    tkv_config cfg = small_config();
+    double price[2];
+    tkv_cache *kv;
+    size_t freed;
+    int n, len, older, start, step, i;
+    cfg.budget.bytes = 4 * 1000 * 1000;
+    kv = create_cache(&cfg);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 90), TKV_OK);
+    len = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
+    CHECK_EQ(tkv_seq_list_blocks(kv, 0, blocks, 64, &n), TKV_OK);
+    for (older = 0; older < 2; older++) {
+        double low = 0.0, high = 1e18;
+        for (step = 0; step < 120; step++) {
+            tkv_remat one = r;
+            int n_discarded = 0;
+            one.cfg.quantize_price = step == 0 ? high : low + (high - low) / 2;
+            CHECK_EQ(tkv_decide_discard(&one, blocks, n, len - 1 + older, .95f, 20000, actions, NULL),
+                     TKV_OK);
+            for (i = 0; i < n; i++) n_discarded += actions[i] == TKV_REMAT_DISCARD;
+            if (step == 0) CHECK(n_discarded > 0);
+            if (n_discarded) high = one.cfg.quantize_price;
+            else low = one.cfg.quantize_price;
+        }
+        price[older] = high;
+    }
+    CHECK(price[1] < price[0]);
+    r.cfg.quantize_price = price[1] + (price[0] - price[1]) / 2;
+    CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, .95f, 20000, blocks, actions, 64, &freed), TKV_OK);
+    CHECK_EQ((int)r.info.discarded, 0);
+    CHECK_EQ(find_discarded(kv, 0, &start), 0);
+    CHECK_LE(20000, freed);
+    tkv_destroy(kv);
+}
+
 /* >>under a budget */
 TEST(idle_sequences_are_discarded) {
     tkv_config cfg = small_config(), budgeted;
@@ -1169,6 +1209,7 @@ int main(int argc, char **argv) {
     RUN(recomputing_in_steps);
     RUN(free_bytes_discards_blocks);
     RUN(free_bytes_quantizes_blocks);
+    RUN(ages_count_from_the_newest_token);
     RUN(idle_sequences_are_discarded);
     RUN(levels_come_before_discards);
     RUN(no_memory_to_restore);

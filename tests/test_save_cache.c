@@ -1055,6 +1055,27 @@ TEST(copies_of_the_meter_have_a_distance) {
 #endif
 }
 
+/* What a file has of states behind its last sequence is not read. */
+TEST(states_of_no_sequence_are_passed_over) {
+    tkv_config cfg = config_number(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, SEQS - 1, 1, 100, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(a, SEQS - 1, 0, 100, "a state", 7), TKV_OK);
+    const size_t n = save_cache(a, file);
+    for (int i = 0; i < 2; i++) { /* of the last sequence, of none */
+        const unsigned char *e = find_in_index(file, n, 6, SEQS - 1);
+        if (!e) exit(2);
+        put32(file + (e - file) + 4, (uint32_t)(SEQS - 1 + i));
+        put32(file + get64(e + 8), 0xffffffffu); /* there is no such layer */
+        repair_index(file, n);
+        CHECK_EQ(load_cache(b, file, n), i ? TKV_OK : TKV_ERR_DATA);
+        check_cache_at(b, "states", i);
+    }
+    CHECK_EQ(tkv_get_length(b, SEQS - 1, TKV_ALL_LAYERS), 100);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 /* Two sequences that share blocks, with states, and what the config learns from a few queries. */
 static void fill_small_cache(tkv_cache *kv, const tkv_config *cfg) {
     float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
@@ -1141,6 +1162,7 @@ int main(int argc, char **argv) {
     RUN(states_beyond_the_limit_are_refused);
     RUN(copies_of_the_meter_that_fit_no_block);
     RUN(copies_of_the_meter_have_a_distance);
+    RUN(states_of_no_sequence_are_passed_over);
     RUN(holders_of_blocks_are_checked);
     RUN(layouts_before_the_last_coding_are_saved);
     RUN(each_number_is_checked);

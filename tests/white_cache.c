@@ -526,6 +526,41 @@ TEST(check_finds_a_lost_block) {
     tkv_destroy(kv);
 }
 
+/* Under a budget, recoding has a page for each block size that the level with most of them writes. */
+TEST(pages_for_recoding) {
+    const tkv_format_pair four = pair_of(TKV_KIVI4, TKV_KIVI4), two = pair_of(TKV_KIVI2, TKV_KIVI2);
+    int i;
+    for (i = 0; i < 2; i++) {
+        tkv_config cfg = make_config(2, 1);
+        tkv_level ladder[2];
+        tkv_cache *kv;
+        memset(ladder, 0, sizeof ladder);
+        ladder[0].warm = ladder[0].archive = four;
+        ladder[1].warm = i ? four : two;
+        ladder[1].archive = two;
+        cfg.budget.ladder = ladder;
+        cfg.budget.n_levels = 2;
+        cfg.budget.bytes = 1 << 20;
+        kv = create_cache(&cfg);
+        CHECK_EQ(kv->tables.recode_pages, i + 1);
+        CHECK_EQ(kv->pool.recode_pages, i + 1);
+        tkv_destroy(kv);
+    }
+}
+
+/* Sums of floats do not depend on their order. Negative numbers count as 0, and very large ones as 1e12. */
+TEST(sums_of_small_and_large_floats) {
+    static const float some[] = {.25f, 3.5f, 1e13f, -2.0f, 1e-6f, .75f, 0.0f};
+    tkvi_wide_sum up = {0, 0}, down = {0, 0};
+    int i;
+    for (i = 0; i < COUNT(some); i++) {
+        tkvi_add_to_wide_sum(&up, some[i]);
+        tkvi_add_to_wide_sum(&down, some[COUNT(some) - 1 - i]);
+    }
+    CHECK(up.whole == 1000000000003 && up.part == down.part && down.whole == up.whole);
+    CHECK_NEAR((double)up.part / (double)TKVI_WIDE_UNIT, 1.5 + 1e-6, 1e-11);
+}
+
 /* tkv_check reports indices beyond the end of their tables and does not follow them. */
 TEST(check_survives_wild_indices) {
     unsigned char saved[64];
@@ -1254,6 +1289,8 @@ int main(int argc, char **argv) {
     RUN(check_names_damaged_states);
     RUN(check_finds_pages_that_could_be_one);
     RUN(check_finds_a_lost_block);
+    RUN(pages_for_recoding);
+    RUN(sums_of_small_and_large_floats);
     RUN(check_survives_wild_indices);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);

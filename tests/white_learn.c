@@ -460,6 +460,22 @@ TEST(retired_versions_are_recoded) {
     CHECK_EQ(p.held, 0);
 }
 
+/* Without sinks the first block of a list has a table, and keeps its version alone when all others are gone. */
+TEST(the_first_block_uses_its_table) {
+    tkv_config cfg = config(1, 1);
+    tkv_cache *kv;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    kv = create_cache(&cfg);
+    append_layers(kv, 0, SECOND_TABLE + 64, 64);
+    CHECK_EQ(kv->tables.current_version[0], 1);
+    CHECK_EQ(tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[0])->layout), 0);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, TKV_BLOCK_TOKENS), TKV_OK);
+    CHECK_EQ(tkvi_used_versions(kv, 0), 3);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 0), TKV_OK);
+    CHECK_EQ(tkvi_used_versions(kv, 0), 2);
+    tkv_destroy(kv);
+}
+
 /* >>tables from unusual contents, shapes and sequences */
 TEST(any_contents_make_a_table) {
     static const tkv_format archives[][2] = {{TKV_A30, TKV_R20}, {TKV_A15, TKV_R10}, {TKV_A175, TKV_R15}};
@@ -694,6 +710,46 @@ TEST(no_memory_for_the_second_table) {
     check_cache_at(kv, "memory again");
     tkv_destroy(kv);
     CHECK_EQ(p.held, 0);
+}
+
+/* Under a budget, a table without memory is tried again 64 tokens later, not at each append. */
+TEST(a_table_waits_under_a_budget) {
+    tkv_config cfg = config(1, 1);
+    counting_allocator p;
+    tkv_cache *kv;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.budget.bytes = 16 << 20;
+    kv = create_cache(&cfg);
+    append_layers(kv, 0, SECOND_TABLE, 64);
+    CHECK_EQ(tkv_seq_reserve(kv, 0, 1), TKV_OK);
+    p.fail_at = 1;
+    CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
+    p.fail_at = 0;
+    CHECK_EQ(kv->tables.current_version[0], 0);
+    CHECK_EQ(kv->stats.next_table[0].due, SECOND_TABLE + TKV_BLOCK_TOKENS);
+    CHECK_EQ(append_tokens(kv, 0, 0, 1), TKV_OK);
+    CHECK_EQ(kv->tables.current_version[0], 0);
+    append_layers(kv, 0, TKV_BLOCK_TOKENS, 1);
+    CHECK_EQ(kv->tables.current_version[0], 1);
+    check_cache_at(kv, "memory again");
+    tkv_destroy(kv);
+}
+
+/* With exactly the tokens of the first table, an append beyond the layer's turn makes all heads, a short one none. */
+TEST(an_append_beyond_the_turn_makes_all_heads) {
+    tkv_config cfg = config(4, 1);
+    tkv_cache *kv;
+    int n;
+    cfg.budget.bytes = 64 << 20;
+    kv = create_cache(&cfg);
+    append_layers(kv, 0, 2 * TKV_BLOCK_TOKENS, TKV_BLOCK_TOKENS);
+    REQUIRE(kv->stats.tokens_seen != NULL);
+    kv->stats.tokens_seen[3] = FIRST_TABLE;
+    CHECK_EQ(kv->stats.next_table[3].due, 0);
+    for (n = 1; n < 8; n++) CHECK_EQ(tkvi_n_heads_due(kv, 3, n) == KV_HEADS, n > 3);
+    kv->stats.tokens_seen[3] = FIRST_TABLE - 1;
+    CHECK(tkvi_n_heads_due(kv, 3, 512) < KV_HEADS);
+    tkv_destroy(kv);
 }
 
 static tkv_status call_that_learns(tkv_cache *kv, int kind) {
@@ -1754,6 +1810,7 @@ int main(int argc, char **argv) {
     RUN(tiers_out_of_reach);
     RUN(tables_keep_coming);
     RUN(retired_versions_are_recoded);
+    RUN(the_first_block_uses_its_table);
     RUN(any_contents_make_a_table);
     RUN(any_shape_makes_a_table);
     RUN(a_flush_makes_a_table);
@@ -1762,6 +1819,8 @@ int main(int argc, char **argv) {
     RUN(reservations_include_the_table);
     RUN(no_memory_for_the_recoding);
     RUN(no_memory_for_the_second_table);
+    RUN(a_table_waits_under_a_budget);
+    RUN(an_append_beyond_the_turn_makes_all_heads);
     RUN(a_failure_makes_the_same_table);
     RUN(tables_in_place);
     RUN(norms_from_scales);

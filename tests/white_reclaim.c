@@ -56,6 +56,25 @@ TEST(no_block_is_larger_than_a_newer_one) {
     tkv_destroy(kv);
 }
 
+/* Blocks that tokens open: the sinks have one of their own, and 64 tokens fill the others exactly. */
+TEST(tokens_open_no_more_blocks_than_they_fill) {
+    static const struct {
+        int had, n, blocks, front;
+    } rows[] = {{0, 0, 0, 0},   {0, 4, 1, 1},   {0, 5, 2, 1},   {0, 68, 2, 1},  {0, 69, 3, 1},
+                {68, 64, 1, 0}, {68, 65, 2, 0}, {69, 63, 0, 0}, {69, 64, 1, 0}, {69, 127, 1, 0}};
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    int i, front;
+    for (i = 0; i < COUNT(rows); i++) {
+        tkv_cache *kv = create_cache(&cfg);
+        if (rows[i].had) CHECK_EQ(append_layers(kv, 0, rows[i].had), TKV_OK);
+        CHECK_EQ(tkvi_n_new_blocks(kv, &kv->tables.plan[0], tkvi_list_of(kv, 0, 0), tkvi_ids(kv, 0, 0),
+                                   rows[i].n, &front),
+                 rows[i].blocks);
+        CHECK_EQ(front, rows[i].front);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(pins_of_evicted_tokens_keep_nothing) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     uint64_t victim_mask[8], live_mask[8];
@@ -258,6 +277,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(11);
     RUN(no_block_is_larger_than_a_newer_one);
+    RUN(tokens_open_no_more_blocks_than_they_fill);
     RUN(pins_of_evicted_tokens_keep_nothing);
     RUN(stale_records_are_refused);
     RUN(scores_allocate_what_they_need);
