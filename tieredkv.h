@@ -40610,7 +40610,8 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
     tkvi_block_of(kv, ids[to->i])->n_shared_slots = (uint8_t)++to->slot;
 }
 
-/* Keeps tokens of a layer. There must be room for the entries of tkvi_count_kept. */
+/* Keeps tokens of a layer. There must be room for the entries of tkvi_count_kept. The meter has no copies of their
+ * blocks: it copies those that leave the hot tier, and tkvi_check_keep refuses them. */
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
@@ -40625,7 +40626,6 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     to.slot = tkvi_min(to.slot, tkvi_block_tokens(kv, list, ids, i));
     to.position = -1;
     for (t = 0; t < keep->n; t++) tkvi_keep_token(kv, keep, layer, t, &to);
-    tkvi_forget_meter_copies_in(kv, keep->seq, layer, keep->first, TKVI_FOREVER);
     if (tkvi_block_start(kv, ids, i) < keep->first) { /* its tokens before `first` stay */
         tkvi_truncate_entry(kv, ids[i], keep->first);
         n_kept++;
