@@ -184,21 +184,24 @@ TEST(restored_blocks_are_the_same) {
 }
 
 TEST(tiers_change_while_blocks_are_discarded) {
-    tkv_config cfg = small_config();
-    tkv_cache *a, *b;
-    int n, seq = 0;
-    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-    a = create_cache(&cfg);
-    b = create_cache(&cfg);
-    for (n = 0; n < 5; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
-    CHECK(discard_tokens(b, seq, LONGEST) >= 192); /* blocks of all three tiers */
-    for (n = 0; n < 8; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
-    check_cache(b);
-    restore_all(b, seq);
-    check_same(a, b, seq, 5);
-    tkv_destroy(a);
-    tkv_destroy(b);
+    int f;
+    for (f = 0; f < COUNT(warm_of); f++) {
+        tkv_config cfg = small_config();
+        tkv_cache *a, *b;
+        int n, seq = 0;
+        cfg.tiers.warm = warm_of[f];
+        cfg.tiers.archive = archive_of[f];
+        a = create_cache(&cfg);
+        b = create_cache(&cfg);
+        for (n = 0; n < 10; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
+        CHECK(discard_tokens(b, seq, LONGEST) >= 192); /* blocks of all three tiers */
+        for (n = 0; n < 4; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
+        check_cache(b);
+        restore_all(b, seq);
+        check_same(a, b, seq, 5);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
 }
 
 /* >>wrong calls */

@@ -188,9 +188,7 @@ static int tkvi_restore_layouts(const tkv_cache *kv, int seq, int layer, int i, 
         !tkvi_is_hot_layout(kv, layer, b->layout)) /* the archive may have the formats of the hot tier */
         layouts[n++] = b->layout;
     /* In a cache created with a budget the block keeps its layout. Without one it may have aged meanwhile. */
-    if (t->recode_pages || tier == TKV_TIER_HOT || t->layout[b->layout].key == spec->key[tier] ||
-        tkvi_must_wait_for_table(kv, layer, tier))
-        return n;
+    if (t->recode_pages || tier == TKV_TIER_HOT || tkvi_must_wait_for_table(kv, layer, tier)) return n;
     if (n == 1 && tier == TKV_TIER_ARCHIVE && spec->key[TKV_TIER_WARM] != spec->key[TKV_TIER_HOT] &&
         !tkvi_must_wait_for_table(kv, layer, TKV_TIER_WARM))
         layouts[n++] = tkvi_layout_of(t, layer, TKV_TIER_WARM);
