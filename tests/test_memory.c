@@ -1065,6 +1065,37 @@ TEST(estimate_of_layers_that_differ) {
     check_all_released();
 }
 
+/* Under a budget the first table has memory from the start, the second one when it is due. */
+TEST(estimates_of_tables_under_a_budget) {
+    tkv_config cfg = config(1, 1);
+    tkv_memory_info m[4];
+    static const int tokens[] = {10, 400, 900, 1500};
+    int i;
+    cfg.budget.bytes = 64 << 20;
+    for (i = 0; i < 4; i++) CHECK_EQ(tkv_estimate_memory(&cfg, tokens[i], 1, &m[i]), TKV_OK);
+    CHECK(m[0].tables > 0);
+    CHECK_EQ(m[1].tables, m[0].tables);
+    CHECK(m[2].tables > m[1].tables);
+    CHECK_EQ(m[3].tables - m[2].tables, m[2].tables - m[1].tables);
+}
+
+/* With eviction, more tokens than the budget holds are estimated as the most that it holds. */
+TEST(estimates_with_eviction_fill_the_budget) {
+    tkv_config cfg = config(1, 1);
+    tkv_memory_info m;
+    int n, least = 1000;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    for (cfg.budget.bytes = 1 << 20; cfg.budget.bytes < 1 << 21; cfg.budget.bytes += 30000) {
+        CHECK_EQ(tkv_estimate_memory(&cfg, 100000, 1, &m), TKV_OK);
+        CHECK_LE(m.peak, cfg.budget.bytes);
+        CHECK_LE(.9 * (double)cfg.budget.bytes, m.peak);
+        n = (int)(m.tier[TKV_TIER_HOT].tokens + m.tier[TKV_TIER_WARM].tokens +
+                  m.tier[TKV_TIER_ARCHIVE].tokens);
+        CHECK(n >= least && n < 100000);
+        least = n;
+    }
+}
+
 TEST(estimate_refusals) {
     tkv_config cfg = config(1, 2);
     tkv_memory_info m;
@@ -1191,6 +1222,8 @@ int main(int argc, char **argv) {
     RUN(sizes_do_not_wrap);
     RUN(estimate_equals_memory);
     RUN(estimate_of_layers_that_differ);
+    RUN(estimates_of_tables_under_a_budget);
+    RUN(estimates_with_eviction_fill_the_budget);
     RUN(estimate_refusals);
     RUN(peak_of_a_prompt);
     RUN(small_from_the_start);

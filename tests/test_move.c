@@ -2423,6 +2423,46 @@ TEST(keeping_all_tokens_after_a_slide) {
     tkv_destroy(kv);
 }
 
+/* What queries see by position. A block that ends where they begin has lower positions, but they are none of its tokens.
+ * And queries of removed tokens, behind the last expired one, see none that expired. */
+TEST(first_queries_at_the_edges_of_blocks) {
+    static plain_sequence s;
+    float q[40 * 2 * KV_HEADS * DIM], out[40 * 2 * KV_HEADS * V_DIM];
+    tkv_config cfg = make_move_config(1);
+    tkv_attend_params p;
+    tkv_layer_info info;
+    tkv_rng rng = tkv_rng_seed(3);
+    tkv_cache *kv;
+    int first, expired;
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.model.window = 70;
+    kv = create_cache(&cfg);
+    memset(&s, 0, sizeof s);
+    memset(&p, 0, sizeof p);
+    append_plain(kv, 0, &s, 0, 700, 100);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    expired = info.expired;
+    CHECK(expired > 100 && expired % TKV_BLOCK_TOKENS == 4);
+    CHECK_EQ(tkv_seq_shift(kv, 0, expired + 64, TKV_UNLIMITED, 30), TKV_OK);
+    p.q = q;
+    p.out = out;
+    p.n = 40;
+    p.first_queries = &first;
+    first = expired + 64;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    first--; /* it would see the six positions before */
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
+    CHECK_EQ(tkv_seq_remove(kv, 0, expired, expired + 64), TKV_OK);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(info.expired, expired);
+    first = expired;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    first--;
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_ERR_RANGE);
+    tkv_destroy(kv);
+}
+
 TEST(keeping_stays_within_the_window) {
     tkv_config cfg = make_move_config(2);
     tkv_layer_info info;
@@ -2656,6 +2696,7 @@ int main(int argc, char **argv) {
     RUN(keeping_from_a_removed_token_on);
     RUN(keeping_all_tokens_adds_no_block);
     RUN(keeping_all_tokens_after_a_slide);
+    RUN(first_queries_at_the_edges_of_blocks);
     RUN(keeping_stays_within_the_window);
     RUN(keeping_from_before_the_first_token_on);
     RUN(anchors_allow_keeping_tokens_in_a_row);
