@@ -526,6 +526,28 @@ TEST(check_finds_a_lost_block) {
     tkv_destroy(kv);
 }
 
+/* The work space of eviction has room for the longest list of each sequence. */
+TEST(work_space_for_the_longest_list) {
+    int seq;
+    for (seq = 0; seq < 3; seq++) { /* the longest one */
+        tkv_config cfg = make_config(2, 3);
+        tkv_cache *kv;
+        int other;
+        cfg.budget.bytes = 2 << 20;
+        cfg.evict.policy = TKV_EVICT_SLIDING;
+        kv = create_cache(&cfg);
+        for (other = 0; other < 3; other++)
+            CHECK_EQ(append_to_all_layers(kv, other, other, other == seq ? 1600 : 100, 50), TKV_OK);
+        CHECK(kv->work.choice_cap >= kv->seq[seq].cap);
+        CHECK_EQ(tkv_seq_reset(kv, (seq + 1) % 3), TKV_OK);
+        CHECK(kv->seq[seq].cap > 20);
+        CHECK_EQ(kv->work.choice_cap, kv->seq[seq].cap);
+        CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+        CHECK(kv->work.choice_cap < 20);
+        tkv_destroy(kv);
+    }
+}
+
 /* Under a budget, recoding has a page for each block size that the level with most of them writes. */
 TEST(pages_for_recoding) {
     const tkv_format_pair four = pair_of(TKV_KIVI4, TKV_KIVI4), two = pair_of(TKV_KIVI2, TKV_KIVI2);
@@ -1289,6 +1311,7 @@ int main(int argc, char **argv) {
     RUN(check_names_damaged_states);
     RUN(check_finds_pages_that_could_be_one);
     RUN(check_finds_a_lost_block);
+    RUN(work_space_for_the_longest_list);
     RUN(pages_for_recoding);
     RUN(sums_of_small_and_large_floats);
     RUN(check_survives_wild_indices);

@@ -75,6 +75,26 @@ TEST(tokens_open_no_more_blocks_than_they_fill) {
     }
 }
 
+/* A block that was counted as expired and stays takes its slot again, unless another list holds it anyway. */
+TEST(a_block_that_stays_is_demanded_again) {
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkv_cache *kv = create_cache(&cfg);
+    int shared, c;
+    CHECK_EQ(append_layers(kv, 0, 100), TKV_OK);
+    for (shared = 0; shared < 2; shared++) {
+        const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[1]);
+        tkvi_demand demand = tkvi_no_demand();
+        int64_t n = 0;
+        tkvi_demand_again(kv, b, &demand);
+        for (c = 0; c < kv->tables.n_classes; c++) n += demand.slots[c];
+        CHECK_EQ(demand.entries, 1);
+        CHECK_EQ(n, 1 - shared);
+        CHECK_EQ(demand.slots[kv->tables.layout[b->layout].size_class], 1 - shared);
+        if (!shared) CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    }
+    tkv_destroy(kv);
+}
+
 TEST(pins_of_evicted_tokens_keep_nothing) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     uint64_t victim_mask[8], live_mask[8];
@@ -278,6 +298,7 @@ int main(int argc, char **argv) {
     rng = tkv_rng_seed(11);
     RUN(no_block_is_larger_than_a_newer_one);
     RUN(tokens_open_no_more_blocks_than_they_fill);
+    RUN(a_block_that_stays_is_demanded_again);
     RUN(pins_of_evicted_tokens_keep_nothing);
     RUN(stale_records_are_refused);
     RUN(scores_allocate_what_they_need);
