@@ -14,7 +14,7 @@ Kinds, in equal shares: a comparison or its bound, && and ||, a sign, a constant
 quarter is in the kernels of AVX2, the rest in all parts but the kernels of other instruction sets. A first run notes
 which lines each test runs (build/mutants/map). Tests that run the changed line are tried, those that end soonest
 first; the first failed check ends the mutant. A test counts only if it passes without the mutant. Other parts than
-kernels are compiled without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second.
+kernels and attention/attend.h, where prefill needs kernels of vectors, are compiled without vectors. Where tcc is installed, it comes before gcc: it compiles in a tenth of a second.
 gcc takes the tests that tcc cannot compile, skips or fails. A run with the same header keeps old verdicts,
 and goes on with survivors that not all tests have tried.
 
@@ -48,6 +48,7 @@ ARGUED = os.path.join(ROOT, "tests", "mutants.txt")
 KINDS = ("comparison", "logic", "sign", "constant", "left out")
 OTHER_MACHINES = re.compile(r"kernels/(neon|wasm|avx512|vectors_128)\.h|kernels/simd_(128|avx512)\.inc")
 WITHOUT_VECTORS = re.compile(r"(?!kernels/)|kernels/scalar\.h")
+NEEDS_VECTORS = re.compile(r"kernels/(?!scalar\.h)|attention/attend\.h")
 TCC = ["tcc", "-w", "-DTKV_NO_SIMD"]
 SCALAR = ["gcc", "-O0", "-w", "-DTKV_NO_SIMD"]
 AVX2 = ["gcc", "-O0", "-w", "-DTKV_NO_AVX512"]  # kernels have -O1
@@ -428,7 +429,7 @@ def judge(mutant, number, text, origins, users, baseline, most):
         return " ".join([users.keys[item[1]]] + list(item[1:]))
     passed = baseline.passed.setdefault("\t".join(name_of(mutant)), [])
     rest = [item for item in tests if key(item) not in passed]
-    for words in ([TCC] if shutil.which("tcc") else []) + [SCALAR] if WITHOUT_VECTORS.match(part) else [AVX2]:
+    for words in [AVX2] if NEEDS_VECTORS.match(part) else ([TCC] if shutil.which("tcc") else []) + [SCALAR]:
         if words == SCALAR and spent and most - spent < COMPILING:
             break
         changed = with_fast_kernels("\n".join(lines), origins, words)
