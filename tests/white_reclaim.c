@@ -230,6 +230,36 @@ TEST(scores_of_the_meter_move_the_level) {
     }
 }
 
+/* The meter copies exact blocks of the sequence that it watches. A block that goes from warm to the archive is none. */
+TEST(the_meter_copies_exact_blocks) {
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    tkvi_head_probe *probe;
+    const uint32_t *ids;
+    tkv_cache *kv;
+    int n;
+    cfg.meter.heads = 2;
+    kv = create_cache(&cfg);
+    REQUIRE(kv->meter != NULL);
+    CHECK_EQ(append_layers(kv, 0, CHUNK), TKV_OK);
+    CHECK_EQ(append_layers(kv, 0, CHUNK), TKV_OK);
+    CHECK_EQ(append_layers(kv, 1, CHUNK), TKV_OK);
+    probe = &kv->meter->head_probe[0];
+    ids = tkvi_ids(kv, 0, probe->layer);
+    n = tkvi_list_of(kv, 0, probe->layer)->n;
+    CHECK(kv->meter->seq == 0 && probe->n > 1 && probe->stride == 1);
+    CHECK(!tkvi_is_hot_layout(kv, probe->layer, tkvi_block_of(kv, ids[2])->layout));
+    CHECK(tkvi_is_hot_layout(kv, probe->layer, tkvi_block_of(kv, ids[n - 1])->layout));
+    probe->n = 0;
+    tkvi_copy_for_meter(kv, 0, probe->layer, ids[2]);
+    CHECK_EQ(probe->n, 0);
+    tkvi_copy_for_meter(kv, 1, probe->layer, tkvi_ids(kv, 1, probe->layer)[3]);
+    CHECK_EQ(probe->n, 0);
+    tkvi_copy_for_meter(kv, 0, probe->layer, ids[n - 1]);
+    CHECK_EQ(probe->n, 1);
+    CHECK_EQ(probe->start[0], tkvi_block_start(kv, ids, n - 1));
+    tkv_destroy(kv);
+}
+
 /* A file of a whole cache has what the controller knows. */
 TEST(the_controller_of_the_meter_is_saved) {
     static unsigned char file[1 << 20], scratch[1 << 16];
@@ -303,6 +333,7 @@ int main(int argc, char **argv) {
     RUN(stale_records_are_refused);
     RUN(scores_allocate_what_they_need);
     RUN(scores_of_the_meter_move_the_level);
+    RUN(the_meter_copies_exact_blocks);
     RUN(the_controller_of_the_meter_is_saved);
     RUN(the_meter_moves_no_level_of_fixed_memory);
     return tkv_test_end();
