@@ -548,6 +548,30 @@ TEST(work_space_for_the_longest_list) {
     }
 }
 
+/* Fixed memory has at most 2^30 - 1 pages: here one for each block of 435 sequences, and three for changes. */
+TEST(most_pages_of_fixed_memory) {
+    tkv_config cfg = make_config(1, 435);
+    tkvi_derived_config h;
+    tkvi_in_place_sizes sizes;
+    int low = 1, high = TKVI_FOREVER, more;
+    if (sizeof(size_t) < 8) SKIP("no memory of this size");
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    while (low < high) { /* the least tokens of a sequence that take as many */
+        cfg.limits.max_tokens = low + (high - low) / 2;
+        CHECK_EQ(tkvi_validate(&cfg, &h, NULL, 0), TKV_OK);
+        (void)tkvi_size_in_place(&h, &sizes);
+        if (sizes.pages >= 0x3fffffff) high = cfg.limits.max_tokens;
+        else low = cfg.limits.max_tokens + 1;
+    }
+    for (more = -64; more <= 64; more += 64) {
+        cfg.limits.max_tokens = low + more;
+        CHECK_EQ(tkvi_validate(&cfg, &h, NULL, 0), TKV_OK);
+        CHECK_EQ(tkvi_size_in_place(&h, &sizes), more > 0 ? TKV_ERR_CONFIG : TKV_OK);
+        CHECK_EQ(sizes.pages, 0x3fffffff + (more < 0 ? -435 : more > 0 ? 435 : 0));
+    }
+}
+
 /* Under a budget, recoding has a page for each block size that the level with most of them writes. */
 TEST(pages_for_recoding) {
     const tkv_format_pair four = pair_of(TKV_KIVI4, TKV_KIVI4), two = pair_of(TKV_KIVI2, TKV_KIVI2);
@@ -1312,6 +1336,7 @@ int main(int argc, char **argv) {
     RUN(check_finds_pages_that_could_be_one);
     RUN(check_finds_a_lost_block);
     RUN(work_space_for_the_longest_list);
+    RUN(most_pages_of_fixed_memory);
     RUN(pages_for_recoding);
     RUN(sums_of_small_and_large_floats);
     RUN(check_survives_wild_indices);
