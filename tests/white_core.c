@@ -845,6 +845,21 @@ static double best_error(int n) {
     return best[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
 }
 
+/* Reach, weight and importance have 8 units an octave, scores 32. */
+TEST(scores_have_32_units_an_octave) {
+    uint8_t importance[16] = {40, 40, 40, 40, 40, 36, 36, 32, 20, 10, 0, 0, 0, 0, 0, 0};
+    tkvi_head h;
+    memset(&h, 0, sizeof h);
+    h.importance = importance;
+    h.reach = -8;
+    h.k_weight = 5;
+    CHECK_EQ(tkvi_score(&h, 0, 0), -32); /* a head of V */
+    CHECK_EQ(tkvi_score(&h, 1, 0), 4 * 5 + 4 * 40);
+    CHECK_EQ(tkvi_score(&h, 1, 1), 4 * 5 + 40 + 36 + 36 + 32);
+    CHECK_EQ(tkvi_score(&h, 2, 0), 4 * 5 + (5 * 40 + 36 + 36 + 32) / 2);
+    CHECK_EQ(tkvi_score(&h, 1, 3), TKVI_SCORE_NONE); /* channels without keys */
+}
+
 TEST(levels_are_near_the_optimum) {
     tkv_rng r = tkv_rng_seed(3);
     int kind, bits, j, i;
@@ -966,6 +981,7 @@ int main(int argc, char **argv) {
     RUN(zeros_near_enough_for_fp16);
     RUN(invalid_rope_is_refused);
     RUN(rope_golden);
+    RUN(scores_have_32_units_an_octave);
     RUN(levels_are_near_the_optimum);
     RUN(normed_levels_keep_mean_and_variance);
     RUN(unusual_histograms);
