@@ -1742,7 +1742,7 @@ TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
 
 /* Thread blocks divide a list of places. A key tile has one. A section has some more before its first key tile, as its
  * start takes as long as so many key tiles: queries are prepared, and partial results are written. So a thread block
- * with several sections gets fewer key tiles. */
+ * with several sections gets fewer key tiles. 8 was the fastest of 0, 4 and 8 (bench/GPU.md). */
 #ifndef TKVCU_START_PLACES
 #define TKVCU_START_PLACES 8
 #endif
@@ -3520,7 +3520,7 @@ struct tkvcu_prefill_task {
     int tile, left;            /* next key tile in the section; key tiles left in it */
     int region, version;       /* of the key range */
     int first, last;           /* key range: blocks, or groups of 16 exact rows */
-    int next_place, end_place; /* in the list of all key tiles */
+    int next_place, end_place; /* in the list of all places */
     int group, all_rows;       /* query heads per KV head; rows of all thread blocks */
     int first_row, n_rows;     /* of this thread block */
 };

@@ -105,7 +105,7 @@ TKVCU_DEVICE int tkvcu_n_key_tiles_in(const tkvcu_visible &r, int section) {
 
 /* Thread blocks divide a list of places. A key tile has one. A section has some more before its first key tile, as its
  * start takes as long as so many key tiles: queries are prepared, and partial results are written. So a thread block
- * with several sections gets fewer key tiles. */
+ * with several sections gets fewer key tiles. 8 was the fastest of 0, 4 and 8 (bench/GPU.md). */
 #ifndef TKVCU_START_PLACES
 #define TKVCU_START_PLACES 8
 #endif

@@ -53,7 +53,7 @@ struct tkvcu_prefill_task {
     int tile, left;            /* next key tile in the section; key tiles left in it */
     int region, version;       /* of the key range */
     int first, last;           /* key range: blocks, or groups of 16 exact rows */
-    int next_place, end_place; /* in the list of all key tiles */
+    int next_place, end_place; /* in the list of all places */
     int group, all_rows;       /* query heads per KV head; rows of all thread blocks */
     int first_row, n_rows;     /* of this thread block */
 };
