@@ -511,6 +511,51 @@ TEST(reorders_without_memory_change_nothing) {
 }
 
 /* A refused fork names its reason and changes nothing. */
+/* The meter goes with the tokens that it watches. A shared block is coded for the fork that needed it exact last, and
+ * the meter gets its copy from there. */
+TEST(the_meter_goes_with_its_sequence) {
+#if defined(__GNUC__) || defined(__clang__) /* no meter here: it needs atomics */
+    static const int swap[2] = {1, 0};
+    static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
+    tkv_config cfg = make_config(2, 4);
+    tkv_quality_info quality;
+    tkv_rng r = tkv_rng_seed(4);
+    tkv_cache *kv;
+    int i, layer;
+    cfg.meter.heads = 2 * KV_HEADS;
+    cfg.meter.tokens = 2048;
+    cfg.meter.every = 1;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 1, 1, 200, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 1, 3, TKV_UNLIMITED), TKV_OK);
+    for (i = 0; i < 8; i++) { /* by turns, as copies are kept from older blocks to newer ones */
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 50, 50), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 3, 2, 50, 50), TKV_OK);
+        check_cache_at(kv, "meter", 0);
+    }
+    for (i = 0; i < 20; i++)
+        for (layer = 0; layer < 2; layer++) {
+            CHECK_EQ(append_tokens(kv, 1, layer, 1, 1), TKV_OK);
+            tkv_rng_fill(&r, q, COUNT(q), 1.0);
+            CHECK_EQ(tkv_attend(kv, 1, layer, q, 1, out), TKV_OK);
+        }
+    CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &quality), TKV_OK);
+    CHECK(quality.samples > 0);
+    CHECK_NEAR(quality.coverage, 1.0, 1e-9); /* copies of all coded blocks, also of those that were shared */
+    CHECK_EQ(quality.seq, 1);
+    CHECK_EQ(append_to_all_layers(kv, 2, 3, 100, 50), TKV_OK);
+    for (i = 0; i < 3; i++) {
+        CHECK_EQ(tkv_seq_reorder(kv, 1, swap, 2), TKV_OK);
+        CHECK_EQ(tkv_get_quality(kv, TKV_ALL_LAYERS, &quality), TKV_OK);
+        CHECK_EQ(quality.seq, i % 2 ? 1 : 2);
+        check_cache_at(kv, "meter", 1 + i);
+    }
+    tkv_destroy(kv);
+#else
+    SKIP("no atomics, no meter");
+#endif
+}
+
 TEST(forks_are_refused_with_a_reason) {
     static const int beams[] = {1, 0}, beyond[] = {0, 2};
     tkv_config cfg = make_config(2, 3);
@@ -651,6 +696,7 @@ int main(int argc, char **argv) {
     RUN(own_bytes_are_told_from_shared_ones);
     RUN(forks_without_memory_change_nothing);
     RUN(reorders_without_memory_change_nothing);
+    RUN(the_meter_goes_with_its_sequence);
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);
     RUN(a_discarded_block_ages_in_a_fork);

@@ -1217,6 +1217,19 @@ TEST(refused) {
     CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
     CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_ERR_STATE);
     CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+    {
+        tkv_layer_config layers[LAYERS];
+        tkv_config uneven = config_of(0);
+        tkv_cache *other;
+        memset(layers, 0, sizeof layers);
+        layers[1].sink_tokens = 8;
+        uneven.layers = layers;
+        other = create_cache(&uneven);
+        CHECK_EQ(append_to_all_layers(other, 0, 1, 700, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_publish_prefix(other, &p, &callbacks, &info), TKV_ERR_UNSUPPORTED);
+        CHECK_STR(tkv_get_last_error(other), "pages need as many sinks as in layer 0: layer 1");
+        tkv_destroy(other);
+    }
     s.fails = 1; /* a store that takes nothing */
     p.salt = "other";
     p.salt_bytes = 5;

@@ -536,7 +536,7 @@ static tkv_remat make_remat(double step_blocks) {
 TEST(recomputing_in_steps) {
     tkv_config cfg = small_config();
     tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
-    tkv_remat r = make_remat(2);
+    tkv_remat r = make_remat(2), other;
     model m;
     int n, left;
     memset(&m, 0, sizeof m);
@@ -549,6 +549,11 @@ TEST(recomputing_in_steps) {
     CHECK_EQ(left, 192);
     CHECK_EQ(m.calls, 1);
     CHECK_EQ(tkv_seq_recompute(b, 0, &r, 6, recompute_tokens, &m, &left), TKV_ERR_ARG);
+    other = r;
+    other.cfg.n_layers = 1;
+    CHECK_EQ(tkv_seq_recompute(b, 0, &other, 8, recompute_tokens, &m, &left), TKV_ERR_ARG);
+    CHECK_MSG(strstr(tkv_get_last_error(b), "a model with fewer layers than") != NULL, "%s",
+              tkv_get_last_error(b));
     m.fail_in = 1;
     CHECK_EQ(tkv_seq_recompute(b, 0, &r, 8, recompute_tokens, &m, &left), TKV_ERR_NOMEM);
     CHECK_EQ(left, 192);
