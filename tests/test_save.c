@@ -1457,6 +1457,41 @@ TEST(each_flipped_bit_and_each_cut_is_found) {
 /* Random bytes and numbers change, and all checksums are repaired. A load gives an error and an empty sequence, or a
  * cache that tkv_check accepts and that attends. */
 /* Each two sections exchanged, and each length or place of the frame 2^60: the index has right checksums. */
+/* Records that no encoder made, with right checksums: infinities and NaN in exact blocks, ranges that are none. What is
+ * coded from them is finite. */
+TEST(records_of_any_bytes_are_coded) {
+    static const int configs[] = {0, 4, 4}, bytes_of[] = {0xff, 0xff, 0x7c};
+    for (int i = 0; i < COUNT(configs); i++) {
+        tkv_config cfg = config_number(configs[i]);
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        const tkv_load_params load = load_params(0);
+        tkv_layer_info info;
+        int n_finite = 0;
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
+        const size_t n = save_sequence(a, 0, file);
+        const drawn_records records = find_records(file, n);
+        for (int k = 0; k < records.n; k++) memset(file + records.at[k], bytes_of[i], records.bytes[k] / 2);
+        repair_checksums(file, n, &records);
+        const tkv_status st = tkv_seq_load(b, &load, file, n, NULL);
+        CHECK_MSG(st == TKV_OK, "%s", tkv_get_last_error(b));
+        CHECK_EQ(append_to_all_layers(b, 0, 1, 300, 50), TKV_OK);
+        check_cache_at(b, "any bytes", i);
+        for (int layer = 0; layer < LAYERS; layer++) {
+            CHECK_EQ(tkv_get_layer(b, 0, layer, &info), TKV_OK);
+            const int first = 900 - 64,
+                      n_coded = info.length - info.tokens[TKV_TIER_HOT] - first; /* coded here */
+            CHECK(n_coded > 64);
+            CHECK_EQ(tkv_read(b, 0, layer, first, n_coded, k_out, v_out), TKV_OK);
+            for (int c = 0; c < n_coded * K_ROW; c++) n_finite += tkv_test_is_finite((double)k_out[c]);
+            for (int c = 0; c < n_coded * V_ROW; c++) n_finite += tkv_test_is_finite((double)v_out[c]);
+            n_finite -= n_coded * (K_ROW + V_ROW);
+        }
+        CHECK_EQ(n_finite, 0);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 TEST(exchanged_sections_and_huge_numbers) {
     tkv_config cfg = make_config(LAYERS, SEQS);
     tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
@@ -2279,6 +2314,7 @@ int main(int argc, char **argv) {
     RUN(reservations_end_with_the_loaded_length);
     RUN(scratch_memory_of_the_caller);
     RUN(each_flipped_bit_and_each_cut_is_found);
+    RUN(records_of_any_bytes_are_coded);
     RUN(exchanged_sections_and_huge_numbers);
     RUN(a_file_has_not_any_number_of_sections);
     RUN(hostile_files_with_right_checksums);
