@@ -642,6 +642,35 @@ TEST(a_discarded_block_ages_in_a_fork) {
     tkv_destroy(kv);
 }
 
+/* Each sequence restores a discarded block that both hold with its own rows. */
+TEST(forks_restore_discarded_blocks_alone) {
+    enum { N = 400 };
+    tkv_config cfg = make_config(2, 2);
+    tkv_cache *kv = create_cache(&cfg), *plain = create_cache(&cfg);
+    int n = 0, start = 0, seq, layer, left;
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, N, 50), TKV_OK);
+    CHECK_EQ(append_to_all_layers(plain, 0, 1, N, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(plain, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_discard(kv, 0, N, &n), TKV_OK);
+    CHECK(n >= 3 * BLOCK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    for (seq = 1; seq >= 0; seq--) {
+        CHECK_EQ(tkv_seq_find_discarded(kv, seq, &start, &left), TKV_OK);
+        CHECK_EQ(left, n);
+        for (layer = 0; layer < 2; layer++) {
+            fill_rows(1, layer, start, left, k_in, v_in);
+            CHECK_EQ(tkv_restore(kv, seq, layer, start, k_in, v_in, left), TKV_OK);
+        }
+        check_cache_at(kv, "restored", seq);
+        CHECK_EQ(tkv_seq_find_discarded(kv, seq, &start, &left), TKV_OK);
+        CHECK_EQ(left, 0);
+        if (seq) CHECK_EQ(tkv_read(kv, 0, 0, BLOCK, 1, k_out, v_out), TKV_ERR_NO_SOURCE);
+        check_same_attention(kv, seq, plain, seq);
+    }
+    tkv_destroy(kv);
+    tkv_destroy(plain);
+}
+
 /* A fork onto a sequence whose tokens eviction takes meanwhile gets its memory, or is refused before it loses any. */
 TEST(forks_under_a_budget_evict_or_are_refused) {
     int budget, seq, n, n_forks = 0, n_evicting = 0;
@@ -700,6 +729,7 @@ int main(int argc, char **argv) {
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);
     RUN(a_discarded_block_ages_in_a_fork);
+    RUN(forks_restore_discarded_blocks_alone);
     RUN(forks_under_a_budget_evict_or_are_refused);
     return tkv_test_end();
 }
