@@ -167,6 +167,30 @@ TEST(windows_pass_named_sinks) {
     tkv_destroy(kv);
 }
 
+/* Blocks shrink by eviction and merge. One that a window has passed, but for its named sinks, stays apart from the next. */
+TEST(blocks_of_passed_sinks_do_not_merge_with_later_ones) {
+    enum { N = 560 };
+    tkv_config cfg = make_sinks_config(1);
+    uint64_t victims[(N + 63) / 64];
+    tkv_cache *kv;
+    int i;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    append_with_sinks(kv, 0, N, 20);
+    memset(victims, 0, sizeof victims);
+    for (i = 8; i < N - 40; i++)
+        if (i % 16) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, N), TKV_OK);
+    check_cache(kv);
+    check_sinks(kv, 0, 1, N); /* pinned by their name */
+    CHECK(n_layer_blocks(kv, 0, 0) < 6);
+    CHECK_LE(attention_error(kv, 0, 1, N - QUERIES, QUERIES), 2e-3);
+    append_with_sinks(kv, 0, N + 200, 20);
+    check_sinks(kv, 0, 1, N);
+    tkv_destroy(kv);
+}
+
 /* >>refusals */
 TEST(naming_is_refused_with_a_reason) {
     tkv_config cfg = make_sinks_config(2);
@@ -558,6 +582,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(named_sinks_stay_exact);
     RUN(windows_pass_named_sinks);
+    RUN(blocks_of_passed_sinks_do_not_merge_with_later_ones);
     RUN(naming_is_refused_with_a_reason);
     RUN(promoted_tokens_can_be_named);
     RUN(named_sinks_survive_a_budget);
