@@ -1076,6 +1076,37 @@ static tkv_status run_scenario(tkv_cache *kv, int *steps) {
     return st;
 }
 
+/* A reservation holds memory for the first table too. */
+TEST(every_allocation_of_a_reservation_fails_once) {
+    tkv_config cfg = small_config(0);
+    counting_allocator p;
+    int i, n_refused = 0;
+    cfg.host.allocator = counting_allocator_of(&p);
+    for (i = 1; i < 100; i++) {
+        tkv_cache *kv = create_cache(&cfg);
+        tkv_status st;
+        reset_models();
+        CHECK_EQ(append_to_all_layers(kv, 0, 10), TKV_OK);
+        p.fail_at = i;
+        st = tkv_seq_reserve(kv, 0, 100);
+        p.fail_at = 0;
+        check_cache(kv);
+        if (st) CHECK_EQ(st, TKV_ERR_NOMEM);
+        if (st)
+            CHECK_MSG(strstr(tkv_get_last_error(kv), "no memory to reserve") != NULL, "%s",
+                      tkv_get_last_error(kv));
+        n_refused += st != TKV_OK;
+        CHECK_EQ(tkv_seq_reserve(kv, 0, 100), TKV_OK);
+        p.fail_at = 1;
+        CHECK_EQ(append_to_all_layers(kv, 0, 100), TKV_OK);
+        p.fail_at = 0;
+        tkv_destroy(kv);
+        CHECK_EQ(p.held, 0);
+        if (!st) break;
+    }
+    CHECK(n_refused > 2);
+}
+
 TEST(every_allocation_fails_once) {
     int fail_at, n_failed = 0, is_closed = 1;
     for (fail_at = 1; is_closed; fail_at++) {
@@ -1643,6 +1674,7 @@ int main(int argc, char **argv) {
     RUN(set_hot_tokens_and_level);
     RUN(steps_and_reservations);
     RUN(reserved_appends_keep_their_pages);
+    RUN(every_allocation_of_a_reservation_fails_once);
     RUN(every_allocation_fails_once);
     RUN(in_place_is_filled_completely);
     RUN(feedback_changes_the_level);

@@ -1074,6 +1074,7 @@ TEST(damaged_attached_blocks_are_not_saved) {
     const tkv_load_params attach = attach_params(0);
     tkv_save_params save = save_params(0);
     tkv_load_info info;
+    tkv_save_info saved;
     size_t n = 0;
     int n_refused = 0;
     CHECK_EQ(append_to_all_layers(a, 0, 1, 900, 50), TKV_OK);
@@ -1084,7 +1085,6 @@ TEST(damaged_attached_blocks_are_not_saved) {
         CHECK_EQ(tkv_seq_load(b, &attach, at, bytes, &info), TKV_OK);
         at[records.at[i] + 40] ^= 16;
         for (int way = 0; way < 3; way++) { /* anew, and as a journal: only counted, and written */
-            tkv_save_info saved;
             save.former = way ? other_file : NULL;
             save.former_bytes = way ? bytes : 0;
             save.info = &saved;
