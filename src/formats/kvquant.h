@@ -229,6 +229,7 @@ typedef struct tkvi_kvquant_token {
  * so no value counts at both ends. */
 static void tkvi_kvquant_ends(const float *x, int dim, int slots, int *low, int *high) {
     int c, i, n;
+    TKVI_ASSERT(slots < dim && slots <= TKVI_KVQUANT_SLOTS);
     for (c = 0; c < dim; c++) {
         n = tkvi_min(c, slots + 1);
         for (i = n; i > 0 && x[c] < x[low[i - 1]]; i--)

@@ -297,6 +297,7 @@ static void tkvi_tiles_k_scalar(const tkvi_side *all, const uint8_t *src, const 
                     for (i = 0; i < s.tiles.n[width]; i++, position += 4) {
                         uint8_t tile[TKVI_TILE_CODES];
                         float centre = tkvi_centre(&s, width);
+                        TKVI_ASSERT(position + 4 <= s.pad);
                         tkvi_unpack_tile(at, width, tile);
                         at += TKVI_TILE_BYTES(width);
                         for (c = position; c < position + 4; c++) {

@@ -28,20 +28,23 @@ static void tkvi_query_stats_add(tkv_cache *kv, int layer, int head, const float
 
 /* 1 if the next append learns the states of a layer. */
 static int tkvi_are_query_states_due(const tkv_cache *kv, int layer) {
-    const tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
-    return TKVI_HAS_QUERY_LEARNERS && kv->tables.plan[layer].query_parts &&
-           query_stats->tokens >=
-               tkvi_min(TKVI_QUERY_STATS_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
+    const tkvi_query_stats *query_stats;
+    if (!TKVI_HAS_QUERY_LEARNERS || !kv->tables.plan[layer].query_parts) return 0;
+    TKVI_ASSERT(kv->stats.queries);
+    query_stats = &kv->stats.queries[layer];
+    return query_stats->tokens >=
+           tkvi_min(TKVI_QUERY_STATS_TOKENS, tkvi_max(TKVI_BLOCK, 2 * query_stats->used));
 }
 
 /* Learns the states of a layer when it is time. Runs between steps and allocates nothing. */
 static void tkvi_query_stats_learn(tkv_cache *kv, int layer) {
     const int parts = kv->tables.plan[layer].query_parts;
     const tkvi_geometry *g = tkvi_geometry_of(kv, layer);
-    tkvi_query_stats *query_stats = kv->stats.queries ? &kv->stats.queries[layer] : NULL;
     const tkvi_family *f = NULL;
+    tkvi_query_stats *query_stats;
     int head;
     if (!tkvi_are_query_states_due(kv, layer)) return;
+    query_stats = &kv->stats.queries[layer];
     while ((f = tkvi_next_family(parts, f)) != NULL)
         for (head = 0; head < g->n_kv_heads; head++)
             f->learn_queries(&kv->tables.cfg.format, g, tkvi_q_products_of(kv, layer, head), kv->work.solve,
