@@ -7573,6 +7573,7 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, c
     size_t row = s->code_bytes / TKVI_BLOCK;
     int per = 8 / s->format->bits, t, c, g;
     (void)ops;
+    TKVI_ASSERT(s->groups > 0);
     memset(dst, 0, s->bytes);
     for (t = 0; t < n; t++) {
         float y[TKV_MAX_HEAD_DIM];
