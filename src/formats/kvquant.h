@@ -151,6 +151,7 @@ static void tkvi_kvquant_slot(const tkvi_side *s, uint8_t *dst, int t, int slot,
 static void tkvi_kvquant_own(const tkvi_side *s, const float *x, size_t stride, int n, uint8_t *own) {
     float low[TKV_MAX_HEAD_DIM], high[TKV_MAX_HEAD_DIM], y[TKV_MAX_HEAD_DIM];
     int t, c;
+    TKVI_ASSERT(n > 0);
     for (t = 0; t < n; t++) {
         tkvi_take_token(s->rope, x + (size_t)t * stride, s->dim, (int64_t)s->start + t, y);
         for (c = 0; c < s->dim; c++) {
