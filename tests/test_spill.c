@@ -981,6 +981,7 @@ TEST(wrong_configs_and_arguments) {
     CHECK_EQ(tkv_offload(NULL, 0, 0, 1, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_promote(NULL, 0, 0, 0), TKV_ERR_ARG);
     tkv_destroy(kv);
+    destroy_test_store(&store);
     attach_test_store(&store, &cfg);
     kv = create_cache(&cfg);
     CHECK_EQ(append_to_both(kv, NULL, 0, CHUNK), TKV_OK);
