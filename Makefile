@@ -58,8 +58,8 @@ HEADERS = tieredkv.h $(wildcard tests/*.h examples/*.h bench/*.h)
 # Tests of the GPU code on the CPU. They need a C++ compiler.
 GPU_TESTS = $(if $(shell command -v $(CXX)),$(patsubst tests/%.cpp,build/tests/%,$(sort $(wildcard tests/test_*.cpp))))
 
-# They need packages and take long: `.ci/integrations stores context-mpi metrics` runs them.
-SERVER_TESTS = tests/test_context_mpi.py tests/test_metrics.py tests/test_stores.py
+# They need packages and take long: `.ci/integrations stores context-mpi metrics village` runs them.
+SERVER_TESTS = tests/test_context_mpi.py tests/test_metrics.py tests/test_stores.py tests/test_village.py
 
 test: build/tests/tieredkv.o $(TESTS) $(GPU_TESTS)
 	@PYTHON='$(PYTHON)' CC='$(CC)' LIBRARY=build/tests/tieredkv.o sh tests/run.sh $(QUIET) $(TESTS) $(GPU_TESTS) $(filter-out $(SERVER_TESTS),$(sort $(wildcard tests/test_*.py)))
