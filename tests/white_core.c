@@ -704,7 +704,7 @@ TEST(zeros_near_enough_for_fp16) {
 }
 
 TEST(invalid_rope_is_refused) {
-    static const float bad[] = {1.0f, 2.0f};
+    static const float bad[] = {1.0f, 2.0f}, negative[] = {1.0f, -0.5f}, endless[] = {1.0f, INFINITY};
     tkv_rope r = rope_of(64, 0, 0, 0);
     tkv_config cfg = tkv_default_config();
     char reason[200];
@@ -729,6 +729,21 @@ TEST(invalid_rope_is_refused) {
     r = rope_of(4, 0, 0, 0);
     r.frequencies = bad;
     CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r.frequencies = negative;
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r.frequencies = endless;
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(4, 0, 0, 0);
+    r.scale = NAN;
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(4, 0, 0, 0);
+    r.base = 2e9f;
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r.base = NAN;
+    CHECK(tkvi_rope_has_fault(&r, 64) != NULL);
+    r = rope_of(512, 0, 0, 0);
+    CHECK(tkvi_rope_has_fault(&r, 512) == NULL);
+    CHECK(tkvi_rope_has_fault(&r, 514) != NULL);
     cfg.model.n_layers = cfg.model.n_heads = 1;
     cfg.model.head_dim = 32;
     cfg.model.rope.dim = 34;
