@@ -37459,8 +37459,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             *done += !st;
             continue;
         }
-        /* Room for another block may have taken the copies of this one. */
-        if (p->compute && tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
         if (tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
@@ -38080,19 +38079,21 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
     const int hot = kv->tables.plan[layer].now.layout[TKV_TIER_HOT], has_budget = tkvi_has_budget(kv);
     const size_t budget = kv->tables.cfg.budget.bytes,
                  token_bytes = kv->tables.layout[hot].bytes.total / TKVI_BLOCK;
-    int i, first = 0, has_step = 0, is_covered = 0, is_ready;
+    int i, c, first = 0, has_step = 0, is_covered = 0, is_ready;
     tkvi_demand held = tkvi_no_demand();
     tkv_status st = TKV_OK;
     tkvi_follow_length(kv, layer, rows, request->n_rows);
     tkvi_follow_meter(kv);
     for (i = 0; i < request->n_rows; i++) has_step |= kv->seq[rows[i].seq].in_step;
     if (has_budget) {
+        for (c = 0; c < kv->tables.n_classes; c++) held.slots[c] = kv->pool.reserved_slots[c];
         is_covered = tkvi_use_reservations(kv, request) && !request->n_jumps;
         if (!is_covered) st = tkvi_check_request(kv, request, budget);
         if (st) return st;
-    }
-    if (is_covered) { /* nothing is provided below: a new table and recoding must leave the pages */
-        held = tkvi_demand_of(kv, request);
+        /* Nothing is provided below, so a new table and recoding must leave the pages. All that the reservation gave is
+         * held: another level may expire fewer blocks than the demand counts. */
+        for (c = 0; c < kv->tables.n_classes; c++)
+            held.slots[c] = is_covered ? held.slots[c] - kv->pool.reserved_slots[c] : 0;
         tkvi_hold_slots(&kv->pool, &held, 1);
     }
     is_ready = has_step || tkvi_renew_table(kv, layer, total);
