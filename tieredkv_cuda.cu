@@ -3181,11 +3181,12 @@ typedef struct tkvcu_slots {
     int n;
 } tkvcu_slots;
 
-/* Adds slots [from, from + n) to channel `tid`. Loads do not wait for each other: a slot comes from far away. */
-TKVCU_DEVICE float tkvcu_add_slots(const tkvcu_slots &s, int from, int n, const float *weight, int tid,
-                                   float sum) {
+/* Returns the sum of slots [from, from + n) for channel `tid`. Loads do not wait for each other: a slot comes from far
+ * away. */
+TKVCU_DEVICE float tkvcu_add_slots(const tkvcu_slots &s, int from, int n, const float *weight, int tid) {
     enum { AT_ONCE = 16 };
     const float *x = s.column + (size_t)from * s.stride + 2 + (size_t)tid;
+    float sum = 0.0f;
     int i, k;
     TKVCU_ROLL
     for (i = 0; i < n; i += AT_ONCE, x += AT_ONCE * s.stride) {
@@ -3301,7 +3302,7 @@ __global__ void __launch_bounds__(TKVCU_COMBINE_THREADS)
                 l += p[1] * weight[tid];
             }
             __syncthreads();
-            part = tid < dim ? tkvcu_add_slots(k, c, n, weight, tid, 0.0f) : 0.0f;
+            part = tid < dim ? tkvcu_add_slots(k, c, n, weight, tid) : 0.0f;
             if (rotated) sum[1] += part;
             else sum[0] += part;
             __syncthreads();

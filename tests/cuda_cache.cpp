@@ -5,14 +5,7 @@
  * A cache of tieredkv.h gets the same tokens. The tests compare the bytes of all blocks with it, and attention with
  * tkv_attend_reference. Device memory is filled with NaN first, and has borders that must not change.
  */
-#ifndef __CUDACC__
-#include "cuda_on_cpu.h"
-#endif
-#include "../tieredkv_cuda.cu"
-#include "tkv_test.h"
-
-#include <string>
-#include <vector>
+#include "cuda_rig.h" /* the functions about graphs; the rig here is another one */
 
 /* >>device memory */
 enum { BORDER = 256, POISON = 0xff, BORDER_BYTE = 0xa5 };
@@ -633,20 +626,6 @@ TEST(other_plans) {
         }
         rig_close(&r);
     }
-}
-
-/* Work between begin_capture and end_capture becomes a graph. */
-static void begin_capture(cudaStream_t stream) {
-    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-}
-
-static cudaGraphExec_t end_capture(cudaStream_t stream) {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t run = NULL;
-    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
-    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
-    return run;
 }
 
 /* Graphs are captured while the cache is empty, and replayed through all tiers. Rows are permuted sequences. */

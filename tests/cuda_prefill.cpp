@@ -257,8 +257,7 @@ TEST(a_prompt_in_chunks) {
     float *d_k, *d_v, *d_q, *d_out, *d_lse;
     tkv_attend_params a;
     cudaStream_t stream = NULL;
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t run = NULL;
+    cudaGraphExec_t run;
     int i;
     rig r;
     cfg.limits.max_seqs = 1;
@@ -273,12 +272,10 @@ TEST(a_prompt_in_chunks) {
     d_out = copy_to_device(out.data(), out.size());
     d_lse = copy_to_device(lse.data(), lse.size());
     CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
-    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    begin_capture(stream);
     CHECK_EQ(tkvcu_append(r.cu, 0, d_k, d_v, TKV_TYPE_F32, CHUNK, NULL, stream), TKV_OK);
     CHECK_EQ(tkvcu_attend(r.cu, 0, d_q, TKV_TYPE_F32, CHUNK, NULL, d_out, d_lse, NULL, stream), TKV_OK);
-    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
-    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    run = end_capture(stream);
     memset(&a, 0, sizeof a);
     a.n = CHUNK;
     a.q = q.data();

@@ -46,6 +46,20 @@ static void *take_device_memory(size_t bytes) {
     return p;
 }
 
+/* Work between begin_capture and end_capture becomes a graph. */
+static void begin_capture(cudaStream_t stream) {
+    CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+}
+
+static cudaGraphExec_t end_capture(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t run = NULL;
+    CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiate(&run, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    return run;
+}
+
 static void device_close(rig *r) {
     tkvcu_destroy(r->cu);
     r->cu = NULL;
