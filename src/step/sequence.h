@@ -153,11 +153,10 @@ static int tkvi_use_reservations(tkv_cache *kv, const tkvi_request *request) {
     return is_covered;
 }
 
-/* Adds the slots of a demand to the reserved ones; sign -1: takes them back. */
-static void tkvi_hold_slots(tkvi_pool *pool, const tkvi_demand *demand, int sign) {
+/* Adds slots[class] to the reserved ones; sign -1: takes them back. */
+static void tkvi_hold_slots(tkvi_pool *pool, const int64_t *slots, int sign) {
     int c;
-    for (c = 0; c < pool->tables->n_classes; c++)
-        if (demand->slots[c] > 0) pool->reserved_slots[c] += sign * demand->slots[c];
+    for (c = 0; c < pool->tables->n_classes; c++) pool->reserved_slots[c] += sign * slots[c];
 }
 
 /* Number of pages in use, and of pages that reservations will need. */
@@ -551,11 +550,11 @@ static tkv_status tkvi_append_rows(tkv_cache *kv, const tkv_append_params *p, co
          * held: another level may expire fewer blocks than the demand counts. */
         for (c = 0; c < kv->tables.n_classes; c++)
             held.slots[c] = is_covered ? held.slots[c] - kv->pool.reserved_slots[c] : 0;
-        tkvi_hold_slots(&kv->pool, &held, 1);
+        tkvi_hold_slots(&kv->pool, held.slots, 1);
     }
     is_ready = has_step || tkvi_renew_table(kv, layer, total);
     if (is_ready && has_budget) tkvi_recode_for_append(kv, request, (size_t)total * token_bytes);
-    tkvi_hold_slots(&kv->pool, &held, -1);
+    tkvi_hold_slots(&kv->pool, held.slots, -1);
     if (!is_ready) return tkvi_refuse_tokens(kv, total);
     if (has_budget && !is_covered) st = tkvi_reclaim(kv, request, budget);
     if (st) return st;
