@@ -4570,10 +4570,9 @@ typedef struct tkvcu_arena {
 
 static void *tkvcu_reserve_piece(tkvcu_arena *a, size_t n, size_t size) {
     const size_t at = a->at;
-    size_t bytes = 0;
-    if (!tkvi_mul(n, size, &bytes) || !tkvi_add(bytes, TKVCU_ALIGN - 1, &bytes) ||
-        !tkvi_add(at, bytes & ~(size_t)(TKVCU_ALIGN - 1), &a->at))
-        a->full = 1;
+    const size_t bytes = tkvi_add_sizes(tkvi_multiply_sizes(n, size), TKVCU_ALIGN - 1);
+    a->at = tkvi_add_sizes(at, bytes & ~(size_t)(TKVCU_ALIGN - 1));
+    if (bytes == TKVI_TOO_MANY || a->at == TKVI_TOO_MANY) a->full = 1;
     return (void *)(a->base + at);
 }
 

@@ -242,29 +242,22 @@ TEST(bytes_are_little_endian) {
 }
 
 /* >>sizes */
-TEST(size_overflow_is_detected) {
-    const size_t max_size = (size_t)-1, root = (size_t)1 << (sizeof(size_t) * 4);
-    size_t out = 7;
-    CHECK(tkvi_mul(0, max_size, &out) && out == 0);
-    CHECK(tkvi_mul(max_size, 0, &out) && out == 0);
-    CHECK(tkvi_mul(1, max_size, &out) && out == max_size);
-    CHECK(tkvi_mul(max_size, 1, &out) && out == max_size);
-    CHECK(tkvi_mul(root - 1, root + 1, &out) && out == max_size);
-    CHECK(tkvi_mul(root - 1, root, &out) && out == max_size - (root - 1));
-    CHECK(tkvi_mul(12, 34, &out) && out == 408);
-    out = 7;
-    CHECK(!tkvi_mul(root, root, &out));
-    CHECK(!tkvi_mul(max_size, 2, &out));
-    CHECK(!tkvi_mul(2, max_size / 2 + 1, &out));
-    CHECK_EQ(out, 7);
-    CHECK(tkvi_add(max_size, 0, &out) && out == max_size);
-    CHECK(tkvi_add(0, max_size, &out) && out == max_size);
-    CHECK(tkvi_add(max_size / 2, max_size / 2 + 1, &out) && out == max_size);
-    out = 7;
-    CHECK(!tkvi_add(max_size, 1, &out));
-    CHECK(!tkvi_add(1, max_size, &out));
-    CHECK(!tkvi_add(max_size / 2 + 1, max_size / 2 + 1, &out));
-    CHECK_EQ(out, 7);
+TEST(sizes_that_do_not_fit_are_too_many) {
+    const size_t most = TKVI_TOO_MANY, root = (size_t)1 << (sizeof(size_t) * 4);
+    CHECK(most == (size_t)-1 - 63u);
+    CHECK(tkvi_multiply_sizes(0, most) == 0 && tkvi_multiply_sizes(most, 0) == 0);
+    CHECK(tkvi_multiply_sizes(1, most) == most && tkvi_multiply_sizes(most, 1) == most);
+    CHECK(tkvi_multiply_sizes(root - 1, root) == (root - 1) * root);
+    CHECK(tkvi_multiply_sizes(2, most / 2 - 1) == most - 2);
+    CHECK(tkvi_multiply_sizes(12, 34) == 408);
+    CHECK(tkvi_multiply_sizes(root, root) == most && tkvi_multiply_sizes(root - 1, root + 1) == most);
+    CHECK(tkvi_multiply_sizes((size_t)-1, 1) == most && tkvi_multiply_sizes(2, most / 2 + 1) == most);
+    CHECK(tkvi_add_sizes(12, 34) == 46 && tkvi_add_sizes(most - 1, 0) == most - 1);
+    CHECK(tkvi_add_sizes(most / 2, most / 2 - 1) == most - 1);
+    CHECK(tkvi_add_sizes(0, most) == most && tkvi_add_sizes(most, 0) == most);
+    CHECK(tkvi_add_sizes(most - 1, 1) == most && tkvi_add_sizes(most / 2 + 1, most / 2 + 1) == most);
+    CHECK(tkvi_add_sizes((size_t)-1, (size_t)-1) == most && tkvi_add_sizes(1, (size_t)-1) == most);
+    CHECK(tkvi_align_up(most) == most && tkvi_align_up(most - 1) == most);
 }
 
 /* >>memory */
@@ -285,8 +278,6 @@ TEST(default_allocator) {
             tkvi_mfree(NULL, a, sizes[i], align);
             tkvi_mfree(NULL, b, sizes[i], align);
         }
-    CHECK(tkvi_malloc(NULL, (size_t)-1, 64) == NULL);
-    CHECK(tkvi_malloc(NULL, (size_t)-1 - 64, 64) == NULL);
 }
 #endif
 
@@ -327,6 +318,9 @@ TEST(heap_counts_bytes) {
     CHECK(p && heap.held == 128 && heap.peak == 128);
     c.fail = 1;
     CHECK(!tkvi_get(&heap, 1000));
+    c.fail = 0;
+    CHECK(!tkvi_get(&heap, TKVI_TOO_MANY) && !tkvi_get(&heap, (size_t)-1) && !heap.at_limit);
+    CHECK(c.allocs == 2); /* what does not fit is not asked for */
     CHECK(heap.held == 128 && heap.peak == 128);
     tkvi_put(&heap, p, 100);
     CHECK(c.releases == 1 && c.size == 100 && c.align == 64 && heap.held == 28 && heap.peak == 128);
@@ -977,7 +971,7 @@ int main(int argc, char **argv) {
     RUN(single_precision_operations);
     RUN(small_helpers);
     RUN(bytes_are_little_endian);
-    RUN(size_overflow_is_detected);
+    RUN(sizes_that_do_not_fit_are_too_many);
 #ifndef TKV_NO_MALLOC
     RUN(default_allocator);
 #endif

@@ -13,8 +13,8 @@ library.
 
 Assertions are compiled out. Code has -O0, where gcov counts every line. Kernels have -O1 (SLOW excepted): their
 branches are those that remain in the inlined copies. A line of a template counts once, its branches once for each
-instruction set. Refusals of switches (`if (!TKVI_HAS_X) return`) do not count: all parts are in this build. A result
-stays in build/coverage, by program, until the program, a header or the library changes.
+instruction set. Refusals of switches (`if (!TKVI_HAS_X) return`) do not count: all parts are in this build. What they
+call is run by tests/compile/switches.c, whose build leaves parts out (TKV_CORE). A result stays in build/coverage, by program, until the program, a header or the library changes.
 """
 import argparse
 import concurrent.futures
@@ -37,6 +37,8 @@ CC = ["gcc"]
 FLAGS = ["-O0", "-fno-inline", "--coverage", "-DNDEBUG", "-DTKV_COVERAGE"]  # NDEBUG: tests/white.h asserts with assert.h
 SLOW = "kernels/scalar.h"  # a kernel whose every line counts
 AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+WITHOUT = "switches"  # a program that includes the implementation, built with
+WITHOUT_FLAGS = ["-DTKV_CORE", "-DTKV_NO_SIMD"]
 LIMIT = 1800  # seconds of a program
 REFUSAL = re.compile(r"\s*if \(!TKVI_HAS_\w+\) return\b")
 building = threading.Lock()
@@ -65,14 +67,20 @@ def is_white(program):
     return program.startswith("white_")
 
 
+def source_of(program):
+    return os.path.join("tests", "compile" if program == WITHOUT else "", program + ".c")
+
+
 def words_of(program, folder):
     """Returns the compiler's words for a test program with the copy in a folder. Include guards skip the original."""
-    first = os.path.join("tests", "white.h") if is_white(program) else "tieredkv.h"
-    return ["-include", os.path.join(folder, first), os.path.join("tests", program + ".c")]
+    first = "tieredkv.c" if program == WITHOUT else os.path.join("tests", "white.h") if is_white(program) else "tieredkv.h"
+    return ["-include", os.path.join(folder, first), source_of(program)]
 
 
 def programs():
-    return sorted(n[:-2] for n in os.listdir(os.path.join(ROOT, "tests")) if re.match(r"(test|white)_\w+\.c$", n))
+    names = sorted(os.listdir(os.path.join(ROOT, "tests")))
+    return [n[:-2] for n in names if re.match(r"(test|white)_\w+\.c$", n)] + \
+        [WITHOUT] * os.path.exists(os.path.join(ROOT, source_of(WITHOUT)))
 
 
 def instrumented(text, origins):
@@ -100,7 +108,7 @@ def compile_or_exit(words):
 
 def library_of(program, folder):
     """Builds the library once. Programs with threads link one that counts with atomic additions."""
-    threads = "pthread.h" in read("tests", program + ".c")
+    threads = "pthread.h" in read(source_of(program))
     out = os.path.join(folder, "threads" if threads else "library", "tieredkv.o")
     with building:
         if not os.path.exists(out):
@@ -144,11 +152,12 @@ def measure(program, folder, keys, full):
     """Builds and runs a program, and writes its counts."""
     place = os.path.join(folder, program)
     os.makedirs(place, exist_ok=True)
-    library = library_of(program, folder)
+    linked = [] if program == WITHOUT else [library_of(program, folder)]
     tested, path = os.path.join(place, program + ".o"), os.path.join(place, "program")
-    compile_or_exit(CC + (FLAGS if is_white(program) else ["-O1", "-DNDEBUG"]) +
+    flags = FLAGS + WITHOUT_FLAGS if program == WITHOUT else FLAGS if is_white(program) else ["-O1", "-DNDEBUG"]
+    compile_or_exit(CC + flags +
                     words_of(program, folder) + ["-c", "-o", tested])
-    compile_or_exit(CC + ["--coverage", tested, library, "-o", path, "-lm", "-pthread"])
+    compile_or_exit(CC + ["--coverage", tested] + linked + ["-o", path, "-lm", "-pthread"])
     env = dict(os.environ, GCOV_PREFIX=os.path.join(place, "counts"))
     if not full:
         env["TKV_TEST_QUICK"] = "1"
@@ -160,7 +169,7 @@ def measure(program, folder, keys, full):
         passed, said = False, ["ended after %d seconds" % LIMIT]
     seconds = time.time() - began
     counts = {}
-    for obj in (library, tested):
+    for obj in linked + [tested]:
         data = os.path.join(place, "counts") + obj[:-2] + ".gcda"
         if os.path.exists(data):
             join(counts, counts_of(os.path.dirname(data), obj[:-2] + ".gcno"))
@@ -187,7 +196,7 @@ def keys_of(program, text, full):
     names = [os.path.join(d, n) for d in ("tests", "examples", "bench")
              for n in sorted(os.listdir(os.path.join(ROOT, d))) if n.endswith(".h")]
     total = hashlib.sha256(repr((FLAGS, full)).encode())
-    for part in [text, read("tests", program + ".c")] + [read(n) for n in names]:
+    for part in [text, read(source_of(program))] + [read(n) for n in names]:
         total.update(part.encode())
     return [hashlib.sha256(text.encode()).hexdigest(), total.hexdigest()]
 

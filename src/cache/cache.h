@@ -673,46 +673,39 @@ static int tkvi_split_floats(const tkvi_derived_config *derived) {
     return tkvi_n_areas(derived) ? tkvi_max(rows, tkvi_max(few, many)) : rows;
 }
 
-static int tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
-    size_t seqs = (size_t)derived->cfg.limits.max_seqs, n;
+static void tkvi_compute_fixed_sizes(const tkvi_derived_config *derived, tkvi_sizes *s) {
+    const size_t seqs = (size_t)derived->cfg.limits.max_seqs, layers = (size_t)derived->cfg.model.n_layers;
     const int k_pad = derived->widest.k_pad, v_pad = derived->widest.v_pad;
+    int i;
     memset(s, 0, sizeof *s);
     s->cache = tkvi_align_up(sizeof(tkv_cache));
     s->tables = tkvi_align_up(tkvi_tables_bytes(derived));
-    if (!tkvi_mul(seqs, sizeof(tkvi_seq), &n)) return 0;
-    s->seqs = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, (size_t)derived->cfg.model.n_layers, &n) || !tkvi_mul(n, sizeof(tkvi_list), &n))
-        return 0;
-    s->lists = tkvi_align_up(n);
-    if (!tkvi_mul(seqs, sizeof(tkvi_state_list), &n) || !tkvi_add(n, (size_t)derived->cfg.model.n_layers, &n))
-        return 0;
-    s->states = tkvi_align_up(n);
+    s->seqs = tkvi_align_up(tkvi_multiply_sizes(seqs, sizeof(tkvi_seq)));
+    s->lists = tkvi_align_up(tkvi_multiply_sizes(tkvi_multiply_sizes(seqs, layers), sizeof(tkvi_list)));
+    s->states = tkvi_align_up(tkvi_add_sizes(tkvi_multiply_sizes(seqs, sizeof(tkvi_state_list)), layers));
     /* per class: reserved_slots of each sequence, 2 of the pool, partial_pages */
-    if (!tkvi_mul(seqs + 3, (size_t)derived->n_classes * sizeof(int64_t), &n)) return 0;
-    s->counts = tkvi_align_up(n);
+    s->counts = tkvi_align_up(tkvi_multiply_sizes(seqs + 3, (size_t)derived->n_classes * sizeof(int64_t)));
     s->recode = tkvi_align_up((size_t)((k_pad + v_pad) * TKVI_BLOCK) * sizeof(float));
     if (derived->cfg.host.parallel_for)
         s->split_sums = tkvi_align_up((size_t)(TKVI_MAX_SPLITS * tkvi_split_floats(derived)) * sizeof(float));
     s->areas = (size_t)tkvi_n_areas(derived) * sizeof(tkvi_prefill_area);
     if (derived->any_shared || derived->token_parts)
-        s->tokens_seen =
-            tkvi_align_up((size_t)derived->cfg.model.n_layers * (sizeof(int) + sizeof(tkvi_next_table)));
+        s->tokens_seen = tkvi_align_up(layers * (sizeof(int) + sizeof(tkvi_next_table)));
     if (TKVI_HAS_QUERY_LEARNERS && derived->query_parts) {
-        s->query_stats = tkvi_align_up((size_t)derived->cfg.model.n_layers * sizeof(tkvi_query_stats));
-        if (!tkvi_mul(derived->end.products, sizeof(int64_t), &s->q_products)) return 0;
-        s->q_products = tkvi_align_up(s->q_products);
+        s->query_stats = tkvi_align_up(layers * sizeof(tkvi_query_stats));
+        s->q_products = tkvi_align_up(tkvi_multiply_sizes(derived->end.products, sizeof(int64_t)));
         s->query_states = derived->end.query_states;
         s->solve = tkvi_align_up(tkvi_n_products(derived->widest.head_dim) * sizeof(float));
     }
-    if (!tkvi_meter_sizes(derived, &s->meter, &s->meter_copies)) return 0;
-    s->total = s->cache + s->tokens_seen + s->query_stats + s->meter + s->solve;
-    if (!tkvi_add(s->total, s->meter_copies, &s->total)) return 0;
-    if (!tkvi_add(s->total, s->q_products, &s->total) || !tkvi_add(s->total, s->query_states, &s->total))
-        return 0;
-    return tkvi_add(s->total, s->tables, &s->total) && tkvi_add(s->total, s->seqs, &s->total) &&
-           tkvi_add(s->total, s->lists, &s->total) && tkvi_add(s->total, s->states, &s->total) &&
-           tkvi_add(s->total, s->counts, &s->total) && tkvi_add(s->total, s->recode, &s->total) &&
-           tkvi_add(s->total, s->split_sums, &s->total) && tkvi_add(s->total, s->areas, &s->total);
+    tkvi_meter_sizes(derived, &s->meter, &s->meter_copies);
+    {
+        const size_t piece[] = {s->cache,      s->tables,       s->seqs,        s->lists,
+                                s->states,     s->counts,       s->tokens_seen, s->query_stats,
+                                s->meter,      s->q_products,   s->solve,       s->recode,
+                                s->split_sums, s->query_states, s->areas,       s->meter_copies};
+        for (i = 0; i < (int)(sizeof piece / sizeof piece[0]); i++)
+            s->total = tkvi_add_sizes(s->total, piece[i]);
+    }
 }
 
 /* Bytes that tkv_get_memory reports as tables. */
@@ -728,12 +721,10 @@ static size_t tkvi_scratch_bytes(const tkvi_sizes *s) {
 /* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
-    size_t n = 0, total = s->total;
-    if (derived->any_shared && !tkvi_add(total, tkvi_stats_bytes(&derived->end), &total)) return (size_t)-1;
-    if (!tkvi_add(total, tkvi_version_bytes(derived), &total)) return (size_t)-1;
-    if (!tkvi_mul(pages, derived->page_bytes + sizeof(tkvi_page), &n) || !tkvi_add(total, n, &total))
-        return (size_t)-1;
-    return total;
+    const size_t stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0;
+    const size_t tables = tkvi_add_sizes(stats, tkvi_version_bytes(derived));
+    return tkvi_add_sizes(tkvi_add_sizes(s->total, tables),
+                          tkvi_multiply_sizes(pages, derived->page_bytes + sizeof(tkvi_page)));
 }
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
@@ -751,7 +742,7 @@ static tkv_status tkvi_build_cache(tkvi_derived_config *derived, const tkvi_heap
     size_t classes = (size_t)derived->n_classes;
     const tkvi_kernels *kernels = tkvi_kernels_for(derived->cfg.host.isa);
     if (!kernels) return TKV_ERR_ISA;
-    if (!tkvi_compute_fixed_sizes(derived, &s)) return TKV_ERR_CONFIG;
+    tkvi_compute_fixed_sizes(derived, &s);
     if (derived->cfg.budget.bytes && derived->cfg.budget.bytes < tkvi_least_budget(derived, &s))
         return TKV_ERR_BUDGET;
     next = (uint8_t *)tkvi_get(&heap, s.total);
@@ -877,7 +868,7 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
                                     size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
-    const int fits = tkvi_compute_fixed_sizes(derived, &s);
+    tkvi_compute_fixed_sizes(derived, &s);
     if (st == TKV_ERR_ISA) {
         tkvi_append_text(&t, "host.isa is ");
         tkvi_append_text(&t, tkvi_isa_name(derived->cfg.host.isa));
@@ -888,14 +879,11 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_text(&t, "; it must be at least ");
         tkvi_append_int(&t, (int64_t)tkvi_least_budget(derived, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
-    } else if (st == TKV_ERR_NOMEM) {
-        tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
-        tkvi_append_int(&t, fits ? (int64_t)s.total : 0);
-        tkvi_append_text(&t, " bytes");
     } else {
-        tkvi_append_text(&t, "limits.max_seqs is ");
-        tkvi_append_int(&t, derived->cfg.limits.max_seqs);
-        tkvi_append_text(&t, "; that number of sequences takes more bytes than this machine can address");
+        TKVI_ASSERT(st == TKV_ERR_NOMEM);
+        tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
+        tkvi_append_int(&t, (int64_t)s.total);
+        tkvi_append_text(&t, " bytes");
     }
     return st;
 }
@@ -998,11 +986,9 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
 /* >>growth */
 /* Grows the eviction work space to `cap` blocks. Its contents are lost. Returns 0 without memory. */
 static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
-    size_t bytes;
     uint8_t *bigger;
     if (cap <= kv->work.choice_cap || !tkvi_choice_entry_bytes(&kv->tables.cfg)) return 1;
-    if (!tkvi_mul(cap, TKVI_CHOICE_BYTES, &bytes)) return 0;
-    bigger = (uint8_t *)tkvi_get(&kv->heap, bytes);
+    bigger = (uint8_t *)tkvi_get(&kv->heap, tkvi_multiply_sizes(cap, TKVI_CHOICE_BYTES));
     if (!bigger) return 0;
     tkvi_put(&kv->heap, kv->work.choice, kv->work.choice_cap * TKVI_CHOICE_BYTES);
     kv->work.choice = bigger;
@@ -1014,11 +1000,11 @@ static int tkvi_grow_choice(tkv_cache *kv, uint32_t cap) {
 static int tkvi_grow_lists(tkv_cache *kv, int seq, int n_blocks) {
     tkvi_seq *s = &kv->seq[seq];
     uint32_t cap = tkvi_cap_for(n_blocks), *bigger;
-    size_t layers = (size_t)kv->tables.cfg.model.n_layers, bytes;
+    const size_t layers = (size_t)kv->tables.cfg.model.n_layers,
+                 bytes = tkvi_multiply_sizes(layers * sizeof(uint32_t), cap);
     size_t l;
     if (!tkvi_grow_choice(kv, cap)) return 0;
     if (cap <= s->cap) return 1;
-    if (!tkvi_mul(layers * sizeof(uint32_t), cap, &bytes)) return 0;
     bigger = (uint32_t *)tkvi_get(&kv->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);
@@ -1066,36 +1052,51 @@ typedef struct tkvi_in_place_sizes {
     size_t bytes; /* total, each piece at a multiple of 64 */
 } tkvi_in_place_sizes;
 
+/* Bytes of all but pages, their array and the blocks', with lists of sizes->list_cap. */
+static size_t tkvi_bytes_without_arrays(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
+                                        const tkvi_in_place_sizes *sizes) {
+    const size_t cap = sizes->list_cap, layers = (size_t)derived->cfg.model.n_layers;
+    const size_t list = tkvi_align_up(tkvi_multiply_sizes(cap * sizeof(uint32_t), layers));
+    const size_t piece[] = {fixed->total,
+                            tkvi_multiply_sizes(list, (size_t)derived->cfg.limits.max_seqs),
+                            tkvi_states_in_place_bytes(&derived->cfg),
+                            tkvi_align_up(cap * tkvi_choice_entry_bytes(&derived->cfg)),
+                            tkvi_multiply_sizes(TKVI_IN_PLACE_VERSIONS, tkvi_version_bytes(derived)),
+                            tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes),
+                            derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0};
+    size_t total = 0;
+    int i;
+    for (i = 0; i < (int)(sizeof piece / sizeof piece[0]); i++) total = tkvi_add_sizes(total, piece[i]);
+    return total;
+}
+
+/* Bytes of pages, their array and the blocks', with what their base loses by its alignment. */
+static size_t tkvi_array_bytes(const tkvi_derived_config *derived, const tkvi_in_place_sizes *sizes) {
+    const size_t blocks = tkvi_multiply_sizes(sizes->block_cap, tkvi_block_entry_bytes(&derived->cfg)),
+                 pages = tkvi_multiply_sizes(sizes->page_cap, sizeof(tkvi_page)),
+                 arrays = tkvi_add_sizes(tkvi_align_up(blocks), tkvi_align_up(pages));
+    return tkvi_add_sizes(tkvi_add_sizes(arrays, TKVI_ALIGN),
+                          tkvi_multiply_sizes((size_t)sizes->pages, derived->page_bytes));
+}
+
 /* Sizes under a budget: tables at their largest, and as many pages as the rest of the budget allows. */
 static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
                                        tkvi_in_place_sizes *sizes) {
-    const size_t budget = derived->cfg.budget.bytes, layers = (size_t)derived->cfg.model.n_layers;
+    const size_t budget = derived->cfg.budget.bytes;
     const int64_t list_blocks =
         ((int64_t)derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived) +
         tkvi_n_anchor_blocks(&derived->cfg);
     uint64_t blocks =
         (uint64_t)list_blocks * (uint64_t)derived->n_stored * (uint64_t)derived->cfg.limits.max_seqs;
-    size_t without_pages = 0, lists, states;
+    size_t without_arrays;
     if (budget < tkvi_least_budget(derived, fixed)) return TKV_ERR_BUDGET;
     if (blocks > 0x3fffffff) return TKV_ERR_CONFIG;
     sizes->list_cap = tkvi_cap_for(list_blocks);
-    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), layers, &lists) ||
-        !tkvi_mul(tkvi_align_up(lists), (size_t)derived->cfg.limits.max_seqs, &lists) ||
-        !tkvi_add(lists, fixed->total, &without_pages) ||
-        !tkvi_states_in_place_bytes(&derived->cfg, &states) ||
-        !tkvi_add(states, without_pages, &without_pages) ||
-        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), without_pages,
-                  &without_pages) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), without_pages, &without_pages) ||
-        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), without_pages,
-                  &without_pages) ||
-        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0, without_pages, &without_pages))
-        return TKV_ERR_CONFIG;
-    sizes->pages = (int64_t)(budget / derived->page_bytes);
+    without_arrays = tkvi_bytes_without_arrays(derived, fixed, sizes);
+    if (without_arrays > budget) return TKV_ERR_BUDGET;
+    sizes->pages = (int64_t)((budget - without_arrays) / derived->page_bytes);
     if (sizes->pages > 0x3fffffff) sizes->pages = 0x3fffffff;
-    for (; sizes->pages > derived->recode_pages;
-         sizes->pages--) { /* the block and page tables need bytes, too */
-        size_t pages = (size_t)sizes->pages * derived->page_bytes, n;
+    for (; sizes->pages > derived->recode_pages; sizes->pages--) { /* the arrays need bytes, too */
         uint64_t fitting_blocks =
             tkvi_may_leave_ram(&derived->cfg)
                 ? blocks
@@ -1103,9 +1104,7 @@ static tkv_status tkvi_size_for_budget(const tkvi_derived_config *derived, const
         sizes->block_cap =
             tkvi_cap_for((int64_t)(fitting_blocks < blocks ? fitting_blocks : blocks) + derived->n_classes);
         sizes->page_cap = tkvi_cap_for(sizes->pages);
-        n = tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) +
-            tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)) + TKVI_ALIGN;
-        if (tkvi_add(n, without_pages, &n) && tkvi_add(n, pages, &n) && n <= budget) {
+        if (tkvi_array_bytes(derived, sizes) <= budget - without_arrays) {
             sizes->bytes = budget;
             return TKV_OK;
         }
@@ -1160,13 +1159,12 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     int64_t blocks = 0, pages_apart = 0, pages_waiting;
     const int64_t n_seqs = derived->cfg.limits.max_seqs;
     tkvi_sizes fixed;
-    size_t pages, n, states;
     int i, c, tier;
     memset(sizes, 0, sizeof *sizes);
     memset(apart, 0, sizeof apart);
     memset(full, 0, sizeof full);
     memset(waiting, 0, sizeof waiting);
-    if (!tkvi_compute_fixed_sizes(derived, &fixed)) return TKV_ERR_CONFIG;
+    tkvi_compute_fixed_sizes(derived, &fixed);
     if (derived->cfg.budget.bytes) return tkvi_size_for_budget(derived, &fixed, sizes);
     for (i = 0; i < derived->cfg.model.n_layers; i++) {
         const int wait_blocks = TKVI_FIRST_TABLE_TOKENS / TKVI_BLOCK; /* all sequences share this number */
@@ -1201,23 +1199,9 @@ static tkv_status tkvi_size_in_place(tkvi_derived_config *derived, tkvi_in_place
     sizes->list_cap =
         tkvi_cap_for((derived->cfg.limits.max_tokens / TKVI_BLOCK + 4) * tkvi_entries_of_block(derived) +
                      tkvi_n_anchor_blocks(&derived->cfg));
-    if (!tkvi_mul((size_t)sizes->list_cap * sizeof(uint32_t), (size_t)derived->cfg.model.n_layers, &n) ||
-        !tkvi_mul(tkvi_align_up(n), (size_t)derived->cfg.limits.max_seqs, &n) ||
-        !tkvi_mul((size_t)sizes->pages, derived->page_bytes, &pages) ||
-        !tkvi_add(n, fixed.total, &sizes->bytes) || !tkvi_states_in_place_bytes(&derived->cfg, &states) ||
-        !tkvi_add(states, sizes->bytes, &sizes->bytes) ||
-        !tkvi_add(tkvi_align_up(sizes->list_cap * tkvi_choice_entry_bytes(&derived->cfg)), sizes->bytes,
-                  &sizes->bytes) ||
-        !tkvi_add(pages, sizes->bytes, &sizes->bytes) ||
-        !tkvi_add(TKVI_IN_PLACE_VERSIONS * tkvi_version_bytes(derived), sizes->bytes, &sizes->bytes) ||
-        !tkvi_add(tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes), sizes->bytes,
-                  &sizes->bytes) ||
-        !tkvi_add(derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0, sizes->bytes, &sizes->bytes) ||
-        !tkvi_add(tkvi_align_up(sizes->page_cap * sizeof(tkvi_page)), sizes->bytes, &sizes->bytes) ||
-        !tkvi_add(tkvi_align_up(sizes->block_cap * tkvi_block_entry_bytes(&derived->cfg)) + TKVI_ALIGN,
-                  sizes->bytes, &sizes->bytes))
-        return TKV_ERR_CONFIG;
-    return TKV_OK;
+    sizes->bytes =
+        tkvi_add_sizes(tkvi_bytes_without_arrays(derived, &fixed, sizes), tkvi_array_bytes(derived, sizes));
+    return sizes->bytes == TKVI_TOO_MANY ? TKV_ERR_CONFIG : TKV_OK;
 }
 
 /* Allocates the lists of states and the region in which states lie. Returns 0 without memory. */

@@ -56,15 +56,15 @@ static int tkvi_meter_slots(const tkvi_derived_config *h) {
     return (tkvi_min(h->cfg.meter.tokens, h->cfg.limits.max_tokens) + TKVI_BLOCK - 1) / TKVI_BLOCK;
 }
 
-/* *tables: bytes of the meter without the copies. *copies: bytes of the copies. Returns 0 on overflow. */
-static int tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t *copies) {
+/* *tables: bytes of the meter without the copies. *copies: bytes of the copies. */
+static void tkvi_meter_sizes(const tkvi_derived_config *h, size_t *tables, size_t *copies) {
     size_t n = (size_t)tkvi_meter_heads(h), slots = (size_t)tkvi_meter_slots(h);
     *tables = *copies = 0;
-    if (!n) return 1;
+    if (!n) return;
     *tables = tkvi_align_up(sizeof(tkvi_meter)) + tkvi_align_up(n * sizeof(tkvi_head_probe)) +
               tkvi_align_up(2 * n * slots * sizeof(int));
     if (h->cfg.meter.target > 0.0f) *tables += tkvi_align_up(sizeof(tkv_feedback));
-    return tkvi_mul(n * slots, h->hot_record, copies);
+    *copies = tkvi_multiply_sizes(n * slots, h->hot_record);
 }
 
 /* The sampling period in positions. A comparison costs up to 4 times the attention of one KV head of one layer, for

@@ -227,10 +227,9 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
     const uint32_t old_cap = pool->block_cap, cap = tkvi_cap_for(n_entries);
     const tkvi_pool old = *pool;
     uint32_t i;
-    size_t bytes;
+    const size_t bytes = tkvi_multiply_sizes(cap, entry);
     uint8_t *bigger;
     if (n_entries <= old_cap) return 1;
-    if (!tkvi_mul(cap, entry, &bytes)) return 0;
     if (TKVI_HAS_ATTACH && pool->source && !tkvi_grow_sources(pool, cap)) return 0;
     bigger = (uint8_t *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
@@ -249,9 +248,8 @@ static int tkvi_grow_blocks(tkvi_pool *pool, uint32_t n_entries) {
 static int tkvi_grow_pages(tkvi_pool *pool, uint32_t n_entries) {
     const uint32_t cap = tkvi_cap_for(n_entries);
     tkvi_page *bigger;
-    size_t bytes;
+    const size_t bytes = tkvi_multiply_sizes(cap, sizeof *bigger);
     if (n_entries <= pool->page_cap) return 1;
-    if (!tkvi_mul(cap, sizeof *bigger, &bytes)) return 0;
     bigger = (tkvi_page *)tkvi_get(pool->heap, bytes);
     if (!bigger) return 0;
     memset(bigger, 0, bytes);

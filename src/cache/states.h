@@ -60,9 +60,9 @@ typedef struct tkvi_states {
 #define TKVI_LAYER_WORDS (4096 / 64) /* bits of the most layers */
 
 /* >>bytes */
-/* Bytes that a state of this size takes. Returns 0 on overflow. */
+/* Bytes that a state of this size takes. */
 static size_t tkvi_state_bytes(size_t size) {
-    return size > (size_t)-1 / 2 ? 0 : tkvi_align_up(sizeof(tkvi_state)) + tkvi_align_up(size);
+    return tkvi_align_up(tkvi_add_sizes(tkvi_align_up(sizeof(tkvi_state)), size));
 }
 
 static uint8_t *tkvi_bytes_of_state(const tkvi_state *state) {
@@ -75,13 +75,11 @@ static uint32_t tkvi_most_states(const tkv_config *cfg) {
                                    : 0;
 }
 
-/* Bytes of the region and of all lists in place. Returns 0 on overflow. */
-static int tkvi_states_in_place_bytes(const tkv_config *cfg, size_t *bytes) {
-    size_t lists;
-    if (cfg->limits.state_bytes > (size_t)-1 / 2) return 0;
-    if (!tkvi_mul(tkvi_most_states(cfg), sizeof(tkvi_held_state), &lists)) return 0;
-    return tkvi_mul(tkvi_align_up(lists), (size_t)cfg->limits.max_seqs, &lists) &&
-           tkvi_add(lists, tkvi_align_up(cfg->limits.state_bytes), bytes);
+/* Bytes of the region and of all lists in place. */
+static size_t tkvi_states_in_place_bytes(const tkv_config *cfg) {
+    const size_t list = tkvi_align_up(tkvi_multiply_sizes(tkvi_most_states(cfg), sizeof(tkvi_held_state)));
+    const size_t lists = tkvi_multiply_sizes(list, (size_t)cfg->limits.max_seqs);
+    return tkvi_align_up(tkvi_add_sizes(lists, cfg->limits.state_bytes));
 }
 
 /* >>the region in place */

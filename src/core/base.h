@@ -240,20 +240,18 @@ static void tkvi_store_element(void *data, tkv_type type, ptrdiff_t at, float x)
     memcpy((char *)data + at * 2, &h, 2);
 }
 
-/* >>sizes: checked arithmetic for numbers that callers supply. Both return 0 on overflow. */
-static int tkvi_mul(size_t a, size_t b, size_t *out) {
-    if (b != 0 && a > (size_t)-1 / b) return 0;
-    *out = a * b;
-    return 1;
-}
-
-static int tkvi_add(size_t a, size_t b, size_t *out) {
-    if (a > (size_t)-1 - b) return 0;
-    *out = a + b;
-    return 1;
-}
-
+/* >>sizes: sums and products of numbers that callers supply. What does not fit becomes TKVI_TOO_MANY, and stays so
+ * in further sums, products and tkvi_align_up. tkvi_get gives no memory for it. */
 #define TKVI_ALIGN 64u
+#define TKVI_TOO_MANY ((size_t)0 - TKVI_ALIGN)
+
+static size_t tkvi_add_sizes(size_t a, size_t b) {
+    return b < TKVI_TOO_MANY && a < TKVI_TOO_MANY - b ? a + b : TKVI_TOO_MANY;
+}
+
+static size_t tkvi_multiply_sizes(size_t a, size_t b) {
+    return b != 0 && a > TKVI_TOO_MANY / b ? TKVI_TOO_MANY : a * b;
+}
 
 TKVI_FN size_t tkvi_align_up(size_t n) { return (n + (TKVI_ALIGN - 1u)) & ~(size_t)(TKVI_ALIGN - 1u); }
 
@@ -268,11 +266,8 @@ typedef struct tkvi_heap {
 #ifndef TKV_NO_MALLOC
 /* malloc aligns to 8 or 16 only. The pointer that malloc returned is stored just before the aligned block. */
 static void *tkvi_malloc(void *user, size_t size, size_t align) {
-    size_t padded;
-    char *raw, *p;
+    char *raw = (char *)malloc(size + align + sizeof(void *)), *p;
     (void)user;
-    if (!tkvi_add(size, align + sizeof(void *), &padded)) return NULL;
-    raw = (char *)malloc(padded);
     if (!raw) return NULL;
     p = raw + sizeof(void *);
     p += (align - (size_t)((uintptr_t)p & (align - 1u))) & (align - 1u);
@@ -293,7 +288,8 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
     void *p;
     heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
-    if (heap->at_limit) return NULL;
+    if (heap->at_limit || size > (size_t)-1 / 2)
+        return NULL; /* no machine has half of all addresses to give */
     p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;

@@ -400,9 +400,8 @@ static tkv_status tkvi_prepare_loss(tkv_cache *kv, const tkvi_request *request, 
     const size_t page = kv->tables.page_bytes;
     size_t without_pages = tkvi_bytes_without_pages(kv);
     int64_t n_pages;
-    if (!tkvi_add(without_pages, bounds.growth, &without_pages) ||
-        !tkvi_add(without_pages, bounds.bytes, &without_pages) || without_pages > budget)
-        return TKV_ERR_BUDGET;
+    without_pages = tkvi_add_sizes(tkvi_add_sizes(without_pages, bounds.growth), bounds.bytes);
+    if (without_pages > budget) return TKV_ERR_BUDGET;
     n_pages = (int64_t)((budget - without_pages) / page);
     if (bounds.pages > n_pages || bounds.pages > (int64_t)kv->pool.n_pages) return TKV_ERR_BUDGET;
     if (!bounds.growth) return TKV_OK;

@@ -207,7 +207,7 @@ static int tkvi_grow_index(tkv_cache *kv, const tkvi_request *request, int64_t n
 }
 
 /* Bytes held if this demand of a request is served, with the pages for recoding. New arrays count beside the old
- * ones. Returns (size_t)-1 on overflow. */
+ * ones. */
 static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, const tkvi_demand *demand) {
     const size_t growth =
         tkvi_index_growth_bytes(kv, request, tkvi_entries_for_demand(&kv->pool, demand), tkvi_n_row_entries);
@@ -216,11 +216,10 @@ static size_t tkvi_bytes_for_demand(tkv_cache *kv, const tkvi_request *request, 
     int64_t pages = tkvi_pages_for_demand(&kv->pool, demand);
     size_t bytes;
     if (growth && pages < n_taken) pages = n_taken; /* the index grows before blocks expire */
-    if ((uint64_t)pages > (size_t)-1 || !tkvi_mul((size_t)pages, kv->tables.page_bytes, &bytes) ||
-        !tkvi_add(bytes, tkvi_bytes_without_pages(kv), &bytes) || !tkvi_add(bytes, demand->bytes, &bytes) ||
-        !tkvi_add(bytes, growth + tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)), &bytes))
-        return (size_t)-1;
-    return bytes;
+    bytes = (uint64_t)pages < TKVI_TOO_MANY ? (size_t)pages : TKVI_TOO_MANY;
+    bytes = tkvi_multiply_sizes(bytes, kv->tables.page_bytes);
+    bytes = tkvi_add_sizes(tkvi_add_sizes(bytes, tkvi_bytes_without_pages(kv)), demand->bytes);
+    return tkvi_add_sizes(bytes, growth + tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page)));
 }
 
 static size_t tkvi_bytes_for(tkv_cache *kv, const tkvi_request *request) {

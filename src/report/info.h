@@ -476,7 +476,7 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     outside.discarded = !h->cfg.offload.write;
     discarded.discarded = 1;
     outside.young = discarded.young = not_in_ram->young;
-    if (!tkvi_compute_fixed_sizes(h, &fixed)) return TKV_ERR_CONFIG;
+    tkvi_compute_fixed_sizes(h, &fixed);
     memset(&m, 0, sizeof m);
     memset(live, 0, sizeof live);
     for (i = 0; i < h->cfg.model.n_layers && n_tokens > 0 && n_seqs > 0; i++) {
@@ -506,8 +506,8 @@ static tkv_status tkvi_estimate_at(tkvi_derived_config *h, int level,
     }
     for (c = 0; c < h->n_classes; c++) pages += tkvi_pages_for(&h->size_class[c], live[c]);
     pages += h->recode_pages;
-    if (all > 0x3fffffff || pages > 0x3fffffff || !tkvi_mul((size_t)pages + 1, h->page_bytes, &page_bytes) ||
-        page_bytes > (size_t)-1 / 4)
+    page_bytes = tkvi_multiply_sizes((size_t)pages + 1, h->page_bytes);
+    if (all > 0x3fffffff || pages > 0x3fffffff || page_bytes > (size_t)-1 / 4 || fixed.total > (size_t)-1 / 4)
         return TKV_ERR_CONFIG; /* more than this machine can address */
     page_bytes -= h->page_bytes;
     m.tables = tkvi_table_bytes(&fixed);

@@ -76,11 +76,10 @@ static const float *tkvi_key_of(const float *keys, int i, int n_kv_heads, int h,
 
 /* Returns whether keys [n][n_kv_heads][head_dim] can exist: their size in bytes fits size_t. */
 static int tkvi_keys_are_sound(int n, int n_kv_heads, int head_dim) {
-    size_t size;
     TKVI_ASSERT(n >= 0);
     return n_kv_heads > 0 && head_dim > 0 && head_dim <= TKV_MAX_HEAD_DIM &&
-           tkvi_mul((size_t)n * sizeof(float), (size_t)n_kv_heads, &size) &&
-           tkvi_mul(size, (size_t)head_dim, &size);
+           tkvi_multiply_sizes(tkvi_multiply_sizes((size_t)n * sizeof(float), (size_t)n_kv_heads),
+                               (size_t)head_dim) < TKVI_TOO_MANY;
 }
 
 #endif /* TKVI_RULES_EVICT_POLICY_H */

@@ -140,7 +140,8 @@ TKV_API tkv_status tkv_decide_discard(tkv_remat *r, const tkv_remat_block *block
     if (now < 0 || (n > 0 && now < blocks[n - 1].end - 1)) return TKV_ERR_ARG;
     memset(&run, 0, sizeof run);
     for (i = 0; i < n; i++) {
-        if (!tkvi_add(total, blocks[i].bytes, &total)) return TKV_ERR_ARG;
+        total = tkvi_add_sizes(total, blocks[i].bytes);
+        if (total == TKVI_TOO_MANY) return TKV_ERR_ARG;
         run.held += blocks[i].discarded ? 0 : blocks[i].end - blocks[i].start;
     }
     for (i = 0; i < n; i++) action[i] = TKV_REMAT_KEEP;

@@ -131,7 +131,7 @@ TKV_API tkv_status tkv_seq_put_state(tkv_cache *kv, int seq, int layer, int n_to
     if (kv->pool.keep_all && !kv->states.region)
         return tkvi_fail(kv, TKV_ERR_CAPACITY,
                          "set limits.state_bytes: in place, states have memory of their own", 0, NULL);
-    if (!tkvi_state_bytes(size))
+    if (size > (size_t)-1 / 2)
         return tkvi_fail(kv, TKV_ERR_CAPACITY, "size is more than half of what this machine can address", 0,
                          NULL);
     kv->seq[seq].used = ++kv->call.clock;
