@@ -24879,7 +24879,8 @@ static const char *tkvi_pressure_for(const tkv_config *cfg, tkv_pressure_config 
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
         if (tkvi_bits(p.threshold[i]) != 0)
             return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
-    for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
+    TKVI_ASSERT(n > 0);
+    for (i = n; i < steps; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: the controller has no choice */
         if (p.max_level > 0 || p.max_level < TKV_OFF || p.min_level != 0)
@@ -25242,9 +25243,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
-    if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
-    if ((h->any_shared || h->token_parts || h->query_parts) &&
-        h->end.heads > (size_t)-1 / tkvi_most_head_bytes(h))
+    if (h->n_layouts > 0xffff || tkvi_multiply_sizes(h->end.heads, tkvi_most_head_bytes(h)) == TKVI_TOO_MANY)
         return TKV_ERR_CONFIG;
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
@@ -27479,7 +27478,7 @@ static void tkvi_count_split(tkvi_list *list, int i) {
 
 /* Removes the blocks first .. end - 1 from a list. The caller releases them. */
 static void tkvi_unlist_blocks(tkvi_list *list, uint32_t *ids, int first, int end) {
-    if (first == end) return; /* a sequence that never had a token has no ids */
+    TKVI_ASSERT(first < end);
     memmove(ids + first, ids + end, (size_t)(list->n - end) * sizeof *ids);
     tkvi_uncount_blocks(list, first, end);
 }
@@ -27680,11 +27679,12 @@ static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.q_products + p->at.products + (size_t)head * tkvi_n_products(p->geometry.head_dim);
 }
 
-/* The state of a head in a family that learns from queries. NULL where no tier of the layer has its formats. */
+/* The state of a head in a family that learns from queries. Some tier of the layer has its formats. */
 static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_family_state state;
-    if (!TKVI_HAS_QUERY_LEARNERS || !(p->query_parts & f->part)) return NULL;
+    if (!TKVI_HAS_QUERY_LEARNERS) return NULL;
+    TKVI_ASSERT(p->query_parts & f->part);
     state = tkvi_state_of(&kv->tables.cfg.format, &p->geometry, NULL,
                           kv->stats.query_states + p->at.query_states, p->query_parts, f);
     return tkvi_head_state(&state, f, head);
@@ -27917,12 +27917,11 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 
 typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
 
-/* 1 if tables are learned from block i of a list: it is in RAM, behind the sinks, and coded for the hot or warm tier. A
- * list may have such a block in its archive, while another list holds it. Of the entries of a block one is taken. */
-static int tkvi_is_learned_from(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-    return i >= list->sinks && kv->pool.entry[ids[i]].is_first && b->tier < TKV_TIER_ARCHIVE &&
-           !tkvi_is_offloaded(b);
+/* 1 if tables are learned from a block behind the sinks: it is in RAM, and coded for the hot or warm tier. A list may
+ * have such a block in its archive, while another list holds it. Of the entries of a block one is taken. */
+static int tkvi_is_learned_from(const tkv_cache *kv, uint32_t id) {
+    const tkvi_block *b = tkvi_block_of(kv, id);
+    return kv->pool.entry[id].is_first && b->tier < TKV_TIER_ARCHIVE && !tkvi_is_offloaded(b);
 }
 
 /* Slots in use of block i, by any of its holders. */
@@ -27945,7 +27944,7 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const tkvi_record *r;
             if (i < list->sinks) continue;
             is_more = 1;
-            if (!tkvi_is_learned_from(kv, list, ids, i)) continue;
+            if (!tkvi_is_learned_from(kv, ids[i])) continue;
             b = tkvi_block_of(kv, ids[i]);
             r = &kv->tables.layout[b->layout].record[head];
             visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
@@ -28243,13 +28242,18 @@ static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *r
     memset(heap, 0, sizeof *heap);
     heap->from = cfg->host.allocator;
 #ifndef TKV_NO_MALLOC
+    (void)reason;
+    (void)size;
     if (!heap->from.alloc) {
         heap->from.alloc = tkvi_malloc;
         heap->from.release = tkvi_mfree;
     }
+#else
+    if (!heap->from.alloc)
+        return tkvi_bad(reason, size, "host.allocator", 0,
+                        "it must be set, as TKV_NO_MALLOC leaves malloc out");
 #endif
-    if (heap->from.alloc) return TKV_OK;
-    return tkvi_bad(reason, size, "host.allocator", 0, "it must be set, as TKV_NO_MALLOC leaves malloc out");
+    return TKV_OK;
 }
 
 /* Writes the reason for an error of tkvi_build_cache. */
@@ -28598,16 +28602,17 @@ static int tkvi_allocate_states_in_place(tkv_cache *kv) {
     const tkv_config *cfg = &kv->tables.cfg;
     const uint32_t cap = tkvi_most_states(cfg);
     tkvi_states *s = &kv->states;
-    int seq;
+    int seq, fits;
     s->limit = s->region_bytes = tkvi_align_up(cfg->limits.state_bytes);
     if (!s->limit) return 1;
+    s->region = (uint8_t *)tkvi_get(s->heap, s->region_bytes);
+    fits = s->region != NULL;
     for (seq = 0; seq < s->n_lists; seq++) {
         s->list[seq].held = (tkvi_held_state *)tkvi_get(s->heap, cap * sizeof(tkvi_held_state));
-        if (!s->list[seq].held) return 0;
         s->list[seq].cap = cap;
+        fits &= s->list[seq].held != NULL;
     }
-    s->region = (uint8_t *)tkvi_get(s->heap, s->region_bytes);
-    return s->region != NULL;
+    return fits;
 }
 
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
@@ -28679,7 +28684,7 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     tkv_cache *kv;
     size_t skip = (TKVI_ALIGN - (size_t)((uintptr_t)mem & (TKVI_ALIGN - 1u))) & (TKVI_ALIGN - 1u);
     tkv_status st = tkvi_derive_in_place(cfg, &derived, &sizes, reason, size);
-    int i;
+    int i, fits = 1;
     if (!out || !mem) return tkvi_give_reason(TKV_ERR_ARG, "mem or out is missing", reason, size);
     if (st) return st;
     if (bytes < sizes.bytes) return tkvi_refuse_in_place(cfg, bytes, sizes.bytes, reason, size);
@@ -28695,18 +28700,15 @@ TKV_API tkv_status tkv_create_in_place(const tkv_config *cfg, void *mem, size_t 
     kv->arena = arena;
     kv->heap.from.user = &kv->arena;
     kv->pool.keep_all = 1;
-    /* No call here can fail: tkvi_size_in_place added up the same pieces. */
     for (i = 0; i < TKVI_IN_PLACE_VERSIONS && kv->tables.version_bytes; i++)
-        if (!tkvi_allocate_version(kv, i)) return TKV_ERR_CAPACITY;
-    if (derived.n_ropes && !tkvi_grow_turns(&kv->turns, &kv->heap, tkvi_turns_in_place(&derived)))
-        return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_blocks(&kv->pool, sizes.block_cap)) return TKV_ERR_CAPACITY;
-    for (i = 0; i < derived.cfg.limits.max_seqs; i++)
-        if (!tkvi_grow_lists(kv, i, (int)sizes.list_cap)) return TKV_ERR_CAPACITY;
-    if (!tkvi_allocate_states_in_place(kv)) return TKV_ERR_CAPACITY;
-    if (!tkvi_grow_pages(&kv->pool, sizes.page_cap)) return TKV_ERR_CAPACITY;
-    while ((int64_t)kv->pool.n_pages < sizes.pages)
-        if (!tkvi_add_page(&kv->pool)) return TKV_ERR_CAPACITY;
+        fits &= tkvi_allocate_version(kv, i);
+    if (derived.n_ropes) fits &= tkvi_grow_turns(&kv->turns, &kv->heap, tkvi_turns_in_place(&derived));
+    fits &= tkvi_grow_blocks(&kv->pool, sizes.block_cap);
+    for (i = 0; i < derived.cfg.limits.max_seqs; i++) fits &= tkvi_grow_lists(kv, i, (int)sizes.list_cap);
+    fits &= tkvi_allocate_states_in_place(kv) & tkvi_grow_pages(&kv->pool, sizes.page_cap);
+    for (i = (int)kv->pool.n_pages; i < sizes.pages; i++) fits &= tkvi_add_page(&kv->pool);
+    TKVI_ASSERT(fits); /* tkvi_size_in_place added up the same pieces */
+    if (!fits) return TKV_ERR_CAPACITY;
     kv->arena.closed = 1;
     if (derived.cfg.budget.bytes)
         kv->tables.cfg.budget.bytes = kv->heap.held; /* bytes really held: whole pages */
@@ -30193,7 +30195,7 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i;
         for (i = list->sinks; i < list->n; i++)
-            if (tkvi_is_learned_from(kv, list, ids, i)) n += tkvi_slots_in_use(kv, list, ids, i);
+            if (tkvi_is_learned_from(kv, ids[i])) n += tkvi_slots_in_use(kv, list, ids, i);
     }
     return n;
 }

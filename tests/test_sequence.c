@@ -122,6 +122,18 @@ TEST(config_each_field) {
     GOOD(tiers.archive.v, tkv_format, TKV_Q8);
     BAD(host.nonfinite, tkv_nonfinite, -1, 2);
     GOOD(host.nonfinite, tkv_nonfinite, TKV_NONFINITE_SATURATE);
+    BAD(model.v_in_k, int, -1, 2);
+    BAD(model.window_sinks, int, -2, 2);
+    BAD(limits.max_states, int, -1, 65537);
+    BAD(tiers.n_anchors, int, -1, 1025);
+    BAD(importance.sample_every, int, -1, 1 << 30);
+    BAD(budget.discard, int, -1, 2);
+    BAD(budget.adapt, int, -1, 2);
+    BAD(budget.n_levels, int, -1, 1, 9); /* 1: without a ladder */
+    BAD(meter.heads, int, -1, 65);
+    BAD(meter.tokens, int, -1, 127, 1 << 30);
+    BAD(meter.every, int, -1, 1 << 30);
+    BAD(offload.keep_exact, int, -1, 2);
     BAD(host.precise, int, -1, 2);
     BAD(host.wipe_freed, int, -1, 2);
     GOOD(host.precise, int, 1);
@@ -173,6 +185,12 @@ TEST(config_each_layer) {
     BAD_LAYER(hot_tokens, int, -3);
     BAD_LAYER(warm_tokens, int, -3, 1 << 30);
     BAD_LAYER(window, int, -2, 1 << 30);
+    BAD_LAYER(window_sinks, int, -2, 2);
+    BAD_LAYER(v_in_k, int, -2, 2);
+    BAD_LAYER(n_heads, int, -1, 65537);
+    BAD_LAYER(n_kv_heads, int, -1, 65537);
+    BAD_LAYER(head_dim, int, -1, 577);
+    BAD_LAYER(v_head_dim, int, -1, 577);
     BAD_LAYER(hot.k, tkv_format, TKV_KIVI2);
     BAD_LAYER(hot.v, tkv_format, 99);
     BAD_LAYER(warm.k, tkv_format, -1);
@@ -197,6 +215,60 @@ TEST(config_each_layer) {
     layers[0].no_cache = layers[1].no_cache = layers[2].no_cache = 1;
     layers[1].share_kv = 0;
     check_bad_config(&cfg, "layers", "3"); /* no layer has a cache */
+}
+
+/* A layer that stores no K and V has no V inside K, and the RoPE of a layer is whole. */
+TEST(config_fields_of_a_layer_that_need_others) {
+    static const float frequencies[DIM / 2] = {1.0f};
+    tkv_layer_config layers[2];
+    tkv_config cfg = make_config(2, 1);
+    int i;
+    cfg.layers = layers;
+    for (i = 0; i < 2; i++) {
+        memset(layers, 0, sizeof layers);
+        layers[1].v_in_k = 1;
+        layers[1].no_cache = i == 0;
+        layers[1].share_kv = i == 1;
+        check_bad_config(&cfg, "layers[1].v_in_k", "1");
+    }
+    for (i = 0; i < 5; i++) {
+        memset(layers, 0, sizeof layers);
+        layers[1].rope.interleaved = i == 0;
+        layers[1].rope.first = i == 1;
+        layers[1].rope.base = i == 2 ? 1e4f : 0.0f;
+        layers[1].rope.scale = i == 3 ? 2.0f : 0.0f;
+        layers[1].rope.frequencies = i == 4 ? frequencies : NULL;
+        check_bad_config(&cfg, "layers[1].rope.dim", "0");
+    }
+    memset(layers, 0, sizeof layers);
+    cfg.tiers.n_anchors = 1;
+    layers[0].no_cache = 1;
+    check_good_config(&cfg, "a layer without a cache has no anchors");
+    layers[0].no_cache = 0;
+    layers[1].share_kv = 1;
+    layers[1].sink_tokens = TKV_OFF;
+    check_good_config(&cfg, "the anchors of a layer that shares K and V are those of the other one");
+    layers[1].share_kv = 0;
+    check_bad_config(&cfg, "tiers.n_anchors", "layer has no sinks");
+}
+
+TEST(config_pressure_of_one_level) {
+    static const tkv_level level = {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI2, TKV_KIVI2}, 0};
+    tkv_config cfg = make_config(2, 1);
+    int i;
+    cfg.budget.bytes = 4 << 20;
+    cfg.budget.ladder = &level;
+    cfg.budget.n_levels = 1;
+    cfg.budget.pressure.max_level = TKV_OFF;
+    check_good_config(&cfg, "max_level TKV_OFF");
+    for (i = 0; i < 3; i++) {
+        cfg.budget.pressure.max_level = i == 0 ? 1 : i == 1 ? TKV_OFF - 1 : 0;
+        cfg.budget.pressure.min_level = i == 2;
+        check_bad_config(&cfg, "budget.pressure: ", "one level only");
+    }
+    cfg.budget.pressure.min_level = 0;
+    cfg.budget.pressure.profile = (tkv_pressure_profile)99;
+    check_bad_config(&cfg, "budget.pressure: ", "profile");
 }
 
 /* A config that was never zeroed is refused. */
@@ -2442,6 +2514,8 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(config_each_field);
     RUN(config_each_layer);
+    RUN(config_fields_of_a_layer_that_need_others);
+    RUN(config_pressure_of_one_level);
     RUN(config_of_garbage_is_refused);
     RUN(validate_config_explains_refusals);
     RUN(config_presets);

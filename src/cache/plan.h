@@ -611,7 +611,8 @@ static const char *tkvi_pressure_for(const tkv_config *cfg, tkv_pressure_config 
     for (i = n; i < TKV_MAX_LEVELS - 1; i++)
         if (tkvi_bits(p.threshold[i]) != 0)
             return "thresholds must be above 0 and at most 1, or TKV_ZERO, without gaps";
-    for (i = n; i < steps && n > 0; i++) p.threshold[i] = p.threshold[n - 1];
+    TKVI_ASSERT(n > 0);
+    for (i = n; i < steps; i++) p.threshold[i] = p.threshold[n - 1];
     for (i = tkvi_max(steps, 1); i < TKV_MAX_LEVELS - 1; i++) p.threshold[i] = 0.0f;
     if (steps == 0) { /* one level: the controller has no choice */
         if (p.max_level > 0 || p.max_level < TKV_OFF || p.min_level != 0)
@@ -974,9 +975,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
-    if (h->n_layouts > 0xffff) return TKV_ERR_CONFIG;
-    if ((h->any_shared || h->token_parts || h->query_parts) &&
-        h->end.heads > (size_t)-1 / tkvi_most_head_bytes(h))
+    if (h->n_layouts > 0xffff || tkvi_multiply_sizes(h->end.heads, tkvi_most_head_bytes(h)) == TKVI_TOO_MANY)
         return TKV_ERR_CONFIG;
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;

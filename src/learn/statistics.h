@@ -341,7 +341,7 @@ static int64_t tkvi_n_readable_tokens(const tkv_cache *kv, int layer) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         int i;
         for (i = list->sinks; i < list->n; i++)
-            if (tkvi_is_learned_from(kv, list, ids, i)) n += tkvi_slots_in_use(kv, list, ids, i);
+            if (tkvi_is_learned_from(kv, ids[i])) n += tkvi_slots_in_use(kv, list, ids, i);
     }
     return n;
 }
