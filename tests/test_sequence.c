@@ -346,6 +346,22 @@ TEST(validate_config_explains_refusals) {
     cfg.model.rope.dim = 514;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK_MSG(strstr(reason, "rope.dim is 514; it must be at most 510") != NULL, "%s", reason);
+    { /* 4096 layers with tables of their own, and eight formats */
+        static const tkv_format k[] = {TKV_A40, TKV_A35,  TKV_A30, TKV_A275,
+                                       TKV_A25, TKV_A225, TKV_A20, TKV_A175};
+        static tkv_level ladder[COUNT(k)];
+        cfg = make_config(4096, 1);
+        for (i = 0; i < COUNT(k); i++) {
+            ladder[i].archive.k = k[i];
+            ladder[i].archive.v = TKV_R20;
+        }
+        cfg.budget.ladder = ladder;
+        cfg.budget.n_levels = COUNT(k);
+        cfg.budget.bytes = (size_t)1 << 30;
+        check_bad_config(&cfg, "layers", "4096");
+        cfg.model.n_layers = 64;
+        check_good_config(&cfg, "64 layers with eight formats");
+    }
     cfg = make_config(1, 1); /* max_tokens is 0: only caches in place need it */
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
     cfg = make_config(1, 1);

@@ -14,7 +14,8 @@ library.
 Assertions are compiled out. Code has -O0, where gcov counts every line. Kernels have -O1 (SLOW excepted): their
 branches are those that remain in the inlined copies. A line of a template counts once, its branches once for each
 instruction set. Refusals of switches (`if (!TKVI_HAS_X) return`) do not count: all parts are in this build. What they
-call is run by tests/compile/switches.c, whose build leaves parts out (TKV_CORE). A result stays in build/coverage, by program, until the program, a header or the library changes.
+call is run by tests/compile/switches.c, whose build leaves parts out (TKV_CORE): of it, lines that ran count. A result
+stays in build/coverage, by program, until the program, a header or the library changes.
 """
 import argparse
 import concurrent.futures
@@ -326,7 +327,7 @@ def main(args):
             wrong.append("%s has changed since it was measured" % p)
         elif not one["passed"]:
             wrong.append("%s fails" % p)
-        join(counts, one["counts"])
+        join(counts, {line: c for line, c in one["counts"].items() if p != WITHOUT or c[0]})
     parts = parts_of(counts, origins, text)
     order = [n for n in amalgamate.parts_in(product) if n in parts]
     for name in order:

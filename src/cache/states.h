@@ -205,13 +205,12 @@ static tkvi_state *tkvi_find_state(const tkvi_state_list *list, int layer, int n
     return i < end && list->held[i].state->layer == layer ? list->held[i].state : NULL;
 }
 
-/* Grows a list to n states. Returns 0 without memory; in place, lists do not grow. */
+/* Grows a list to n states. Returns 0 without memory. In place a list has room for all (tkvi_most_states). */
 static int tkvi_grow_state_list(tkvi_states *s, int seq, int n) {
     tkvi_state_list *list = &s->list[seq];
     const uint32_t cap = tkvi_cap_for(n);
     tkvi_held_state *bigger;
     if ((uint32_t)n <= list->cap) return 1;
-    if (s->region) return 0;
     bigger = (tkvi_held_state *)tkvi_get(s->heap, cap * sizeof *bigger);
     if (!bigger) return 0;
     if (list->n) memcpy(bigger, list->held, (size_t)list->n * sizeof *bigger);
@@ -348,11 +347,11 @@ static int tkvi_frees_any(const tkvi_state_list *list, int first, int end) {
     return frees;
 }
 
-/* Compares the spare positions of a list with *least. must_free: 1 skips those that free no byte. */
+/* Compares the spare positions of a list, which has states, with *least. must_free: 1 skips those that free no byte. */
 static void tkvi_find_thinning(const tkvi_states *s, int seq, int must_free, tkvi_thinning *least) {
     const tkvi_state_list *list = &s->list[seq];
     tkvi_state_position at = tkvi_end_position(list);
-    const int newest = list->n ? list->held[list->n - 1].state->n_tokens : 0;
+    const int newest = list->held[list->n - 1].state->n_tokens;
     int above = newest;
     for (; tkvi_step_back(list, &at); above = at.n_tokens) {
         const int below = at.first ? list->held[at.first - 1].state->n_tokens : 0;
