@@ -157,8 +157,8 @@ static int tkvi_is_on_path(const tkv_cache *kv, int layer, const tkvi_entry *e, 
     const tkvi_block *b = &kv->pool.block[e->block];
     const int warm = tkvi_layout_at_level(&kv->tables, layer, spec, TKV_TIER_WARM),
               archive = tkvi_layout_at_level(&kv->tables, layer, spec, TKV_TIER_ARCHIVE);
-    if (e->evicted_mask || e->n_packed || e->first_slot || e->end_slot || e->has_anchors || e->turned ||
-        tkvi_is_discarded(b) || b->first_position != e->start + e->shift)
+    if (e->evicted_mask || e->n_packed || e->first_slot || e->end_slot || e->turned || tkvi_is_discarded(b) ||
+        b->first_position != e->start + e->shift)
         return 0;
     if (is_sinks) return b->layout == kv->tables.plan[layer].sink_layout;
     if (tokens != TKVI_BLOCK || e->sink_mask || b->tier == TKV_TIER_HOT) return 0;
@@ -229,12 +229,11 @@ static int tkvi_are_same_tokens(const int *a, const int *b, int n) {
     return n <= 0;
 }
 
-/* 1 if a sequence has named its page i so, and has these tokens there. */
+/* 1 if a sequence has named its page i so, and has these tokens there. A hash says where the page ends, too. */
 static int tkvi_is_named(const tkvi_prefix *x, int seq, int i, const uint8_t *hash) {
     const tkvi_seq *s = &x->kv->seq[seq];
     const int first = tkvi_page_start(x, i), end = tkvi_page_end(x, i);
     return s->n_pages > i && memcmp(s->page[i].hash, hash, sizeof s->page[i].hash) == 0 &&
-           s->page[i].end == end &&
            tkvi_are_same_tokens(s->page[i].tokens, x->p->tokens + first, end - first);
 }
 
@@ -359,7 +358,7 @@ static tkv_status tkvi_publish_page(tkvi_prefix *x, const tkv_prefix_hash *hash)
 
 static tkv_status tkvi_publish(tkvi_prefix *x) {
     tkv_status st = TKV_OK;
-    for (; x->page < tkvi_n_pages(x) && !st; x->page++) {
+    for (; x->page < tkvi_n_pages(x); x->page++) {
         const int end = tkvi_page_end(x, x->page);
         const tkv_prefix_hash hash = tkvi_hash_page(x, &x->hash, x->page);
         if (!tkvi_has_page(x->kv, x->p->seq, tkvi_page_start(x, x->page), end, 0, 0)) break;
@@ -518,7 +517,7 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
     int i, n, is_miss = 0, end;
     do {
         n = tkvi_get_pages(x, hash, bytes, size);
-        for (i = 0; i < n && !st && !is_miss; i++) {
+        for (i = 0; i < n; i++) {
             x->kv->seq[x->p->seq].used = x->kv->call.clock + 1; /* as new as the spare sequence in its load */
             if (!bytes[i]) is_miss = 1;
             else st = tkvi_adopt_page(x, &hash[i], bytes[i], size[i], &is_miss);
@@ -533,7 +532,7 @@ static tkv_status tkvi_adopt(tkvi_prefix *x) {
             x->info.n_tokens = end;
             x->info.bytes = n_bytes;
         }
-    } while (n == TKVI_PAGES_AT_ONCE && !st && !is_miss);
+    } while (n == TKVI_PAGES_AT_ONCE && i == n);
     if (is_miss) st = TKV_OK;
     tkvi_cut_adopted(x);
     tkvi_give_tiers(x->kv, x->p->seq);
