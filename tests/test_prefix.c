@@ -2,6 +2,7 @@
  * test_prefix.c - tkv_get_prefix_hash, tkv_seq_publish_prefix, tkv_seq_adopt_prefix: the same bits in another cache, hashes
  * that differ with all that decides bytes, wrong and hostile values, failed allocations, states.
  */
+#include "saved_files.h"
 #include "sequences.h"
 
 enum { LAYERS = 3, SEQS = 4, VALUES = 64, TEXT = 3000, SINKS = 4 };
@@ -18,7 +19,7 @@ typedef struct kept_value {
 typedef struct store {
     kept_value value[VALUES];
     int n, n_gets, n_asked,
-        fails;         /* fails: 1: put fails; 2: get claims more than was asked for; 3: less than 0 */
+        fails; /* 1: put fails; 2: get claims more than was asked for; 3: less than 0; 4: gives no bytes */
     const void *given; /* not NULL: get gives these bytes for every hash */
     size_t given_bytes;
 } store;
@@ -43,7 +44,7 @@ static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const voi
             continue;
         }
         if (!v) break;
-        bytes[i] = v->bytes;
+        bytes[i] = s->fails == 4 ? NULL : v->bytes;
         sizes[i] = v->n;
     }
     return s->fails == 2 && i == n ? n + 5 : s->fails == 3 ? -5 : i;
@@ -355,6 +356,8 @@ TEST(wrong_values_end_the_prefix) {
     CHECK_EQ(adopted_tokens(b, &q, &others, 0), SINKS + 768);
     s.fails = 3;
     CHECK_EQ(adopted_tokens(b, &p, &callbacks, 0), 0);
+    s.fails = 4;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 0), 0);
     s.given = "nothing";
     s.given_bytes = 7;
     s.fails = 0;
@@ -378,6 +381,7 @@ TEST(forged_values_are_refused) {
         TOKEN,
         NUMBERS,
         BLOCKS,
+        LONGER,
         CASES
     };
     const tkv_config cfg = config_of(0);
@@ -401,6 +405,11 @@ TEST(forged_values_are_refused) {
     CHECK_EQ(tkv_seq_load(a, &load, good.bytes, good.n, NULL), TKV_OK);
     for (i = GOOD; i < CASES; i++) {
         int changed[SAVED];
+        if (i == LONGER) { /* it has a token more than the page */
+            const int first = SINKS + TKV_PAGE_TOKENS;
+            CHECK_EQ(tkv_seq_reset(a, 1), TKV_OK);
+            CHECK_EQ(tkv_seq_copy(a, 0, first, first + TKV_PAGE_TOKENS + 64, 1, first), TKV_OK);
+        }
         tkv_save_params save;
         memcpy(changed, numbers, sizeof changed);
         memset(&save, 0, sizeof save);
@@ -421,6 +430,134 @@ TEST(forged_values_are_refused) {
         free(s.value[1].bytes);
     }
     s.value[1] = good;
+    check_cache(b);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* The same for a list of entries or blocks: each number is one that a saved sequence may have, but not a page. A page
+ * of other formats is refused, too. */
+TEST(forged_lists_are_refused) {
+    enum { HEAD = 48, RUN = 48, TURNED = HEAD + 20, FIRST_SLOT = HEAD + 25, END_SLOT = HEAD + 26 };
+    static const struct {
+        int at, is_of_block, xor_with;
+        const char *what;
+    } rows[] = {{FIRST_SLOT, 0, 0, "nothing"},
+                {TURNED, 0, 1, "turned"},
+                {END_SLOT, 0, 64, "end of slots"},
+                {FIRST_SLOT, 0, 1, "first slot"}, /* with the end of slots, or the entry has too many */
+                {HEAD + 32, 0, 2, "evicted token"},
+                {HEAD + 40, 0, 2, "named sink"},
+                {8, 1, 1, "first position"}};
+    tkv_config cfg = config_of(0);
+    tkv_cache *a, *b, *other;
+    tkv_prefix_params p = params_of(0, 1000);
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    kept_value *second, good;
+    tkv_save_params save = save_params(0);
+    int i;
+    cfg.model.rope.dim = 8;
+    cfg.model.rope.base = 1e4f;
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1000, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, NULL), TKV_OK);
+    second = &s.value[1];
+    for (i = 0; i < COUNT(rows); i++) {
+        uint8_t *list = second->bytes + get64(find_in_index(second->bytes, second->n, SAVED_LISTS, 0) + 8);
+        uint8_t *at = list + rows[i].at + (rows[i].is_of_block ? HEAD + RUN * (int)get32(list + 40) : 0);
+        const int has_end = rows[i].at == FIRST_SLOT && rows[i].xor_with;
+        CHECK(get32(list) == 4 && get32(list + 32) == 1); /* blocks; the positions are not the indices */
+        *at ^= (uint8_t)rows[i].xor_with;
+        if (has_end) list[END_SLOT] ^= 64;
+        repair_index(second->bytes, second->n);
+        CHECK_MSG(adopted_tokens(b, &p, &callbacks, i > 0) == (i ? SINKS + 256 : SINKS + 768), "%s",
+                  rows[i].what);
+        *at ^= (uint8_t)rows[i].xor_with;
+        if (has_end) list[END_SLOT] ^= 64;
+    }
+    repair_index(second->bytes, second->n);
+    good = *second;
+    cfg.tiers.archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+    other = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(other, 0, 1, 1000, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(other, 0, SINKS + 256, SINKS + 512, 1, SINKS + 256), TKV_OK);
+    save.seq = 1;
+    save.model = &good.hash;
+    save.model_bytes = sizeof good.hash;
+    { /* the numbers of the page and its tokens */
+        int numbers[2 + TKV_PAGE_TOKENS];
+        numbers[0] = 1;
+        numbers[1] = 0;
+        memcpy(numbers + 2, tokens + SINKS + 256, sizeof numbers - 2 * sizeof *numbers);
+        save.tokens = numbers;
+        save.n_tokens = COUNT(numbers);
+        CHECK_EQ(tkv_seq_save(other, &save, NULL, 0, &second->n), TKV_OK);
+        second->bytes = (unsigned char *)malloc(second->n);
+        CHECK_EQ(tkv_seq_save(other, &save, second->bytes, second->n, NULL), TKV_OK);
+    }
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), SINKS + 256);
+    free(second->bytes);
+    *second = good;
+    check_cache(b);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+    tkv_destroy(other);
+}
+
+/* A wrong value among as many as are asked for at once: no more are asked for. A store need not answer `has`. */
+TEST(a_wrong_value_ends_the_questions) {
+    const tkv_config cfg = config_of(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_prefix_params p = params_of(0, 2600);
+    tkv_prefix_info info;
+    static store s;
+    tkv_prefix_store callbacks = store_of(&s);
+    callbacks.has = NULL;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 2600, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+    CHECK(info.n_put == s.n && s.n >= 9);
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 0), SINKS + 256 * s.n);
+    CHECK(s.n_gets == 2 && s.n_asked == s.n + (2600 - SINKS) / 256 - s.n);
+    s.value[3].bytes[100] ^= 1;
+    s.n_gets = 0;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 1), SINKS + 256 * 3);
+    CHECK_EQ(s.n_gets, 1);
+    p.n_tokens = 200; /* no page: no question */
+    s.n_gets = 0;
+    CHECK_EQ(adopted_tokens(b, &p, &callbacks, 0), 0);
+    CHECK_EQ(s.n_gets, 0);
+    empty_store(&s);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* Layers that read the keys and values of another one have no blocks in a page. */
+TEST(layers_that_share_are_adopted) {
+    tkv_config cfg = config_of(0);
+    tkv_layer_config layers[LAYERS];
+    tkv_prefix_params p = params_of(0, 1300);
+    tkv_prefix_info info;
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    tkv_cache *a, *b;
+    memset(layers, 0, sizeof layers);
+    layers[2].share_kv = 1;
+    cfg.layers = layers;
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 1300, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_put, 4);
+    CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, 4);
+    CHECK_EQ(tkv_seq_fork(a, 0, 1, info.n_tokens), TKV_OK);
+    check_attention(a, 1, b, 0);
+    CHECK_EQ(tkv_seq_publish_prefix(a, &p, NULL, &info), TKV_OK);
+    CHECK_EQ(info.n_pages, 4);
     check_cache(b);
     empty_store(&s);
     tkv_destroy(a);
@@ -524,14 +661,60 @@ TEST(no_prefix_without_its_states) {
     }
 }
 
+/* Full memory for states: the state of a later page takes the place of an older one, whose page then ends no prefix. A
+ * value whose states do not fit ends the prefix, too. */
+TEST(states_of_a_page_go_for_those_of_the_next) {
+    enum { LARGE = 1000, SMALL = 8, LARGE_BYTES = 64 + 1024, SMALL_BYTES = 64 + 64 };
+    static const char bytes[LARGE] = "a state";
+    int kind;
+    for (kind = 0; kind < 3; kind++) {
+        tkv_config cfg = config_of(0);
+        tkv_prefix_params p = params_of(0, 1300);
+        tkv_prefix_info info;
+        static store s;
+        const tkv_prefix_store callbacks = store_of(&s);
+        const int first = SINKS + 256 * (kind == 1 ? 2 : 1); /* the page with all states that is hit */
+        tkv_cache *a, *b;
+        cfg.limits.max_states = 8;
+        cfg.limits.state_bytes = 1 << 16;
+        a = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 1300, 100), TKV_OK);
+        if (kind == 1) {
+            CHECK_EQ(tkv_seq_put_state(a, 0, 0, SINKS + 256, bytes, SMALL), TKV_OK);
+            CHECK_EQ(tkv_seq_put_state(a, 0, 1, SINKS + 256, bytes, SMALL), TKV_OK);
+        }
+        CHECK_EQ(tkv_seq_put_state(a, 0, 0, first, bytes, LARGE), TKV_OK);
+        CHECK_EQ(tkv_seq_put_state(a, 0, 1, first, bytes, SMALL), TKV_OK);
+        CHECK_EQ(tkv_seq_put_state(a, 0, 0, first + 256, bytes, LARGE), TKV_OK); /* of one of two layers */
+        CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+        CHECK_EQ(info.n_put, 4);
+        /* twice those of a page, in the spare sequence and in the one that adopts; and the small ones before them */
+        cfg.limits.state_bytes = 2 * (LARGE_BYTES + SMALL_BYTES) + (kind == 1 ? 2 * SMALL_BYTES : 0);
+        if (kind == 2) cfg.limits.state_bytes = LARGE_BYTES;
+        b = create_cache(&cfg);
+        CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+        CHECK_MSG(info.n_pages == (kind == 1), "kind %d: %d pages", kind, info.n_pages);
+        CHECK_EQ(info.n_tokens, kind == 1 ? SINKS + 256 : 0);
+        CHECK_EQ(info.n_rejected, kind == 2);
+        CHECK_EQ(tkv_get_length(b, 0, TKV_ALL_LAYERS), info.n_tokens);
+        CHECK_EQ(tkv_seq_find_state(b, 0, TKV_UNLIMITED), info.n_tokens);
+        check_cache(b);
+        empty_store(&s);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 /* What is not on the path of the plan ends what is published. */
 TEST(only_the_path_is_published) {
     static store s;
     const tkv_prefix_store callbacks = store_of(&s);
     int kind;
-    for (kind = 0; kind < 5; kind++) {
+    for (kind = 0; kind < 9; kind++) {
         tkv_config cfg = config_of(0);
         tkv_level levels[2];
+        uint64_t victims[3] = {0};
+        int i;
         tkv_prefix_params p = params_of(0, 1100);
         tkv_prefix_info info;
         tkv_cache *kv;
@@ -542,20 +725,68 @@ TEST(only_the_path_is_published) {
         levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
         levels[1].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
         if (kind == 4) cfg.budget.ladder = levels, cfg.budget.n_levels = 2;
+        if (kind == 7) cfg.evict.policy = TKV_EVICT_SLIDING;
         kv = create_cache(&cfg);
         if (kind == 4) CHECK_EQ(tkv_set_level(kv, 1), TKV_OK);
-        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1100, 100), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 100), TKV_OK);
+        if (kind == 8) CHECK_EQ(tkv_seq_set_sinks(kv, 0, 50, 1, 1), TKV_OK); /* its block stays exact */
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 1000, 100), TKV_OK);
         if (kind == 1) CHECK_EQ(tkv_seq_remove(kv, 0, 600, 601), TKV_OK);
         if (kind == 2) CHECK_EQ(tkv_seq_shift(kv, 0, 300, TKV_UNLIMITED, 7), TKV_OK);
         if (kind == 3) CHECK_EQ(tkv_seq_remove(kv, 0, 0, 4), TKV_OK);
+        if (kind == 5)
+            CHECK_EQ(tkv_seq_shift(kv, 0, SINKS + 256, TKV_UNLIMITED, 7), TKV_OK); /* a whole page */
+        if (kind == 6) CHECK_EQ(tkv_seq_discard(kv, 0, 100, NULL), TKV_OK);
+        if (kind == 7) { /* two blocks become one, which lists the indices of its tokens */
+            for (i = SINKS; i < SINKS + 128; i += 2) add_to_mask(victims, i);
+            CHECK_EQ(evict_tokens(kv, 0, 1, victims, 192), TKV_OK);
+        }
         CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_OK);
         CHECK_MSG(info.n_pages == (kind == 0   ? 3
                                    : kind == 1 ? 2
                                    : kind == 2 ? 1
+                                   : kind == 5 ? 1
                                                : 0),
                   "kind %d: %d pages", kind, info.n_pages);
         check_cache(kv);
         tkv_destroy(kv);
+        empty_store(&s);
+    }
+}
+
+/* Blocks of another level are on the path if their formats are: those of level 0, by way of its warm format. */
+TEST(blocks_of_another_level) {
+    static store s;
+    const tkv_prefix_store callbacks = store_of(&s);
+    int kind;
+    for (kind = 0; kind < 3; kind++) {
+        tkv_config cfg = config_of(0);
+        tkv_level levels[2];
+        tkv_prefix_params p = params_of(0, 1400);
+        tkv_prefix_info info;
+        tkv_cache *a, *b;
+        memset(levels, 0, sizeof levels);
+        levels[0].warm = levels[1].warm = levels[1].archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+        levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        if (kind == 1) levels[1].warm = pair_of(TKV_Q8, TKV_Q8); /* by way of another format */
+        if (kind == 2) {                                         /* level 0 has no warm format on the way */
+            levels[0].warm_tokens = TKV_OFF;
+            levels[1].archive = levels[0].archive;
+        }
+        cfg.budget.ladder = levels;
+        cfg.budget.n_levels = 2;
+        a = create_cache(&cfg);
+        b = create_cache(&cfg);
+        CHECK_EQ(tkv_set_level(a, 1), TKV_OK);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 1400, 20), TKV_OK);
+        CHECK_EQ(tkv_seq_publish_prefix(a, &p, &callbacks, &info), TKV_OK);
+        CHECK_MSG(info.n_put == (kind ? 0 : 4), "kind %d: %d pages", kind, info.n_put);
+        CHECK_EQ(tkv_seq_adopt_prefix(b, &p, &callbacks, &info), TKV_OK);
+        CHECK_EQ(info.n_pages, kind ? 0 : 4);
+        CHECK_EQ(info.n_rejected, 0);
+        check_cache(b);
+        tkv_destroy(a);
+        tkv_destroy(b);
         empty_store(&s);
     }
 }
@@ -845,6 +1076,8 @@ TEST(forgotten_names_are_wiped) {
     static scanned_memory memory;
     static int text[1400];
     tkv_config cfg = config_of(0);
+    tkv_prefix_params p = params_of(0, 300);
+    tkv_prefix_info info;
     tkv_cache *kv;
     int t;
     memory.used = 0;
@@ -855,6 +1088,14 @@ TEST(forgotten_names_are_wiped) {
     cfg.host.allocator.release = scanned_release;
     kv = create_cache(&cfg);
     CHECK_EQ(append_to_all_layers(kv, 0, 1, 1400, 64), TKV_OK);
+    CHECK(publish_here(kv, 0, text, 1400, NULL) >= 4);
+    CHECK(count_numbers(&memory, FIRST, FIRST + 1400) >= 4 * 256);
+    p.tokens = text;
+    p.salt = "tenant"; /* one page takes the names of all */
+    p.salt_bytes = 6;
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), TKV_OK);
+    CHECK_EQ(info.n_put, 1);
+    CHECK_EQ(count_numbers(&memory, FIRST, FIRST + 1400), SINKS + 256);
     CHECK(publish_here(kv, 0, text, 1400, NULL) >= 4);
     CHECK(count_numbers(&memory, FIRST, FIRST + 1400) >= 4 * 256);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 300), TKV_OK);
@@ -931,6 +1172,13 @@ TEST(random_prefixes) {
     tkv_destroy(plain);
 }
 
+static int publish_pages(tkv_cache *kv, int n, tkv_status want) {
+    const tkv_prefix_params p = params_of(0, n);
+    tkv_prefix_info info;
+    CHECK_EQ(tkv_seq_publish_prefix(kv, &p, NULL, &info), want);
+    return info.n_pages;
+}
+
 /* Names are of the heap and of the budget, or there are none; then nothing has changed. */
 TEST(names_have_no_memory) {
     tkv_config cfg = config_of(0);
@@ -943,7 +1191,7 @@ TEST(names_have_no_memory) {
     tkv_level levels[2];
     void *arena;
     size_t bytes = 0;
-    int i, n_short = 0, n_whole = 0, n_found;
+    int i, n_short = 0, n_whole = 0, n_found, n_tokens;
     memset(&memory, 0, sizeof memory);
     cfg.host.allocator = counting_allocator_of(&memory);
     for (i = 1; st && i < 100; i++) {
@@ -983,6 +1231,19 @@ TEST(names_have_no_memory) {
     levels[0].warm = levels[0].archive = pair_of(TKV_KIVI4, TKV_KIVI4);
     levels[1].warm = levels[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.budget.ladder = levels;
+    cfg.budget.n_levels = 1;
+    cfg.budget.bytes = 400000;
+    kv = create_cache(&cfg); /* one level: a cache that is full has nothing to code or to give */
+    while (append_to_all_layers(kv, 0, 1, 20, 20) == TKV_OK && tkv_get_length(kv, 0, 0) < TEXT - 20) continue;
+    n_tokens = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
+    CHECK_EQ(publish_pages(kv, n_tokens, TKV_ERR_BUDGET), 0);
+    CHECK(strstr(tkv_get_last_error(kv), "bytes"));
+    check_cache(kv);
+    CHECK_EQ(tkv_set_budget(kv, (size_t)1 << 24), TKV_OK);
+    CHECK_EQ(publish_pages(kv, 400, TKV_OK), 1);
+    CHECK_EQ(publish_pages(kv, 1100, TKV_OK), 4); /* the first name goes on in a longer list */
+    CHECK_EQ(found_here(kv, 1, p.tokens, 1100), 4);
+    tkv_destroy(kv);
     cfg.budget.n_levels = 2;
     for (i = 0; i < 40; i++) {
         cfg.budget.bytes = (size_t)1 << 24;
@@ -1167,7 +1428,14 @@ TEST(refused) {
     tkv_prefix_store callbacks = store_of(&s), none;
     tkv_prefix_extra extra;
     tkv_prefix_hash h;
+    counting_allocator memory;
     memset(&none, 0, sizeof none);
+    CHECK_EQ(tkv_seq_publish_prefix(NULL, &p, &callbacks, &info), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_prefix_hash(NULL, &p, 0, &h), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_prefix_hash(kv, NULL, 0, &h), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_get_prefix_hash(kv, &p, 0, &h), TKV_ERR_STATE); /* it has no tables */
+    CHECK(strstr(tkv_get_last_error(kv), "tables still change in layer 0"));
     CHECK_EQ(append_to_all_layers(kv, 0, 1, 700, 100), TKV_OK);
     CHECK_EQ(tkv_seq_publish_prefix(kv, &p, &callbacks, &info), TKV_ERR_STATE);
     CHECK(strstr(tkv_get_last_error(kv), "tables still change in layer 0"));
@@ -1195,6 +1463,9 @@ TEST(refused) {
     CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
     q = p;
     q.model = NULL;
+    CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
+    q = p;
+    q.salt_bytes = 6;
     CHECK_EQ(tkv_get_prefix_hash(kv, &q, 0, &h), TKV_ERR_ARG);
     q = p;
     q.n_extras = 1;
@@ -1228,6 +1499,26 @@ TEST(refused) {
         CHECK_EQ(append_to_all_layers(other, 0, 1, 700, 100), TKV_OK);
         CHECK_EQ(tkv_seq_publish_prefix(other, &p, &callbacks, &info), TKV_ERR_UNSUPPORTED);
         CHECK_STR(tkv_get_last_error(other), "pages need as many sinks as in layer 0: layer 1");
+        tkv_destroy(other);
+    }
+    cfg.host.allocator = counting_allocator_of(&memory); /* the bytes of a table need memory */
+    {
+        tkv_cache *other = create_with_tables(&cfg);
+        memory.fail_at = 1;
+        CHECK_EQ(tkv_get_prefix_hash(other, &p, 0, &h), TKV_ERR_NOMEM);
+        memory.fail_at = 0;
+        CHECK_EQ(tkv_get_prefix_hash(other, &p, 0, &h), TKV_OK);
+        tkv_destroy(other);
+    }
+    cfg.host.allocator.alloc = NULL;
+    cfg.host.allocator.release = NULL;
+    cfg.tiers.warm_tokens = TKV_OFF; /* blocks of the archive alone, of an earlier table */
+    {
+        tkv_cache *other = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(other, 0, 1, 700, 100), TKV_OK);
+        CHECK_EQ(tkv_freeze_calibration(other), TKV_OK);
+        CHECK_EQ(tkv_seq_publish_prefix(other, &p, &callbacks, &info), TKV_OK);
+        CHECK_EQ(info.n_pages, 0);
         tkv_destroy(other);
     }
     s.fails = 1; /* a store that takes nothing */
@@ -1266,10 +1557,15 @@ int main(int argc, char **argv) {
     RUN(golden_hash);
     RUN(wrong_values_end_the_prefix);
     RUN(forged_values_are_refused);
+    RUN(forged_lists_are_refused);
+    RUN(a_wrong_value_ends_the_questions);
+    RUN(layers_that_share_are_adopted);
     RUN(pages_of_other_ages_join);
     RUN(a_prefix_ends_where_states_are);
     RUN(no_prefix_without_its_states);
+    RUN(states_of_a_page_go_for_those_of_the_next);
     RUN(only_the_path_is_published);
+    RUN(blocks_of_another_level);
     RUN(caches_with_a_ladder);
     RUN(a_budget_spoils_no_page);
     RUN(sequences_find_each_other);
