@@ -40593,13 +40593,22 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
     tkvi_block_of(kv, ids[to->i])->n_shared_slots = (uint8_t)++to->slot;
 }
 
+/* 1 if block i of a list, which was just kept, has sinks. */
+static int tkvi_are_kept_sinks(const tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    return kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].key == kv->tables.plan[layer].sink_layout &&
+           tkvi_can_be_sinks(kv, layer, kv->pool.entry[ids[i]].first_slot, tkvi_block_start(kv, ids, i),
+                             tkvi_block_end(kv, list, ids, i));
+}
+
 /* Keeps tokens of a layer. There must be room for the entries of tkvi_count_kept. The meter has no copies of their
  * blocks: it copies those that leave the hot tier, and tkvi_check_keep refuses them. */
 static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
     const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
-    int n_kept = i, t, n_sinks = 0;
+    int n_kept = i, t;
     tkvi_keep_cursor to;
     if (!list->n) return;
     memset(&to, 0, sizeof to);
@@ -40618,14 +40627,8 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     memmove(ids + n_kept, ids + n_old, (size_t)to.n_new * sizeof *ids);
     list->n = n_kept + to.n_new;
     list->len = keep->first + keep->n;
-    for (t = 0; t < to.n_new && list->sinks == n_kept + t; t++)
-        n_sinks += kv->tables.layout[tkvi_block_of(kv, ids[n_kept + t])->layout].key ==
-                       kv->tables.plan[layer].sink_layout &&
-                   tkvi_can_be_sinks(kv, layer, kv->pool.entry[ids[n_kept + t]].first_slot,
-                                     tkvi_block_start(kv, ids, n_kept + t),
-                                     tkvi_block_end(kv, list, ids, n_kept + t)) &&
-                   n_sinks == t;
-    list->sinks += n_sinks;
+    for (t = list->sinks; t >= n_kept && t < list->n && tkvi_are_kept_sinks(kv, keep->seq, layer, t); t++)
+        list->sinks++;
     list->chunk_start = tkvi_min(list->chunk_start, list->len);
     for (t = n_kept; t < list->n; t++)
         list->is_moved |= kv->pool.entry[ids[t]].shift != 0 || kv->pool.entry[ids[t]].turned != 0;

@@ -2255,6 +2255,36 @@ TEST(a_kept_path_equals_one_that_was_appended_alone) {
     }
 }
 
+/* Sinks that stay are sinks, also where positions between them went: as if they had been appended at their positions. */
+TEST(kept_sinks_with_gaps_are_sinks) {
+    static plain_sequence s, rest;
+    static const int positions[] = {0, 2, 4, 5, 6, 9, 10, 11}, kept[] = {2, 4, 5, 6, 9, 10, 11};
+    tkv_config cfg = make_move_config(1);
+    tkv_cache *kv = create_cache(&cfg), *alone = create_cache(&cfg);
+    int layer;
+    memset(&s, 0, sizeof s);
+    memset(&rest, 0, sizeof rest);
+    append_plain(kv, 0, &s, 0, 12, 12);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 1, kept, COUNT(kept)), TKV_OK);
+    memset(&s, 0, sizeof s);
+    CHECK_EQ(append_at_positions(alone, 0, &s, 0, COUNT(positions), positions), TKV_OK);
+    rest = s;
+    append_plain(kv, 0, &rest, 100, 700, 50);
+    append_plain(alone, 0, &s, 100, 700, 50);
+    check_cache_at(kv, "kept", 0);
+    for (layer = 0; layer < 2; layer++) {
+        tkv_layer_info a, b;
+        CHECK_EQ(tkv_get_layer(kv, 0, layer, &a), TKV_OK);
+        CHECK_EQ(tkv_get_layer(alone, 0, layer, &b), TKV_OK);
+        CHECK(a.tokens[TKV_TIER_WARM] + a.tokens[TKV_TIER_ARCHIVE] > 100);
+        CHECK_MEM(a.tokens, b.tokens, sizeof a.tokens);
+        CHECK_MEM(a.blocks, b.blocks, sizeof a.blocks);
+    }
+    CHECK_EQ(tkv_seq_keep(kv, 0, 1, kept, 1), TKV_ERR_STATE); /* what is behind the sinks is coded */
+    tkv_destroy(kv);
+    tkv_destroy(alone);
+}
+
 TEST(keeping_is_refused_with_a_reason) {
     tkv_config cfg = make_config(2, 2);
     tkv_cache *kv = create_cache(&cfg);
@@ -2690,6 +2720,7 @@ int main(int argc, char **argv) {
     RUN(short_blocks_age);
     RUN(copies_wait_for_a_table);
     RUN(a_kept_path_equals_one_that_was_appended_alone);
+    RUN(kept_sinks_with_gaps_are_sinks);
     RUN(keeping_is_refused_with_a_reason);
     RUN(keeping_needs_tokens_that_are_not_due);
     RUN(scores_of_halves_that_join);
