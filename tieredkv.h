@@ -30934,13 +30934,13 @@ static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, i
     n->score_step = step;
 }
 
-/* 1 if attention must collect scores of a list now. */
+/* 1 if attention must collect scores of a list now, in a mode in which each step begins from zero. */
 static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
-    return !m->mode->fresh || list->len - list->chunk_start > 1 || list->len > list->evict_len - m->decoded;
+    return list->len - list->chunk_start > 1 || list->len > list->evict_len - m->decoded;
 }
 
 static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
-    const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
+    const int decodes = m->mode->fresh && list->len - list->chunk_start <= 1;
     if (!decodes || !tkvi_counts_now(m, list)) return list->len;
     return tkvi_max(list->len, list->evict_len) + 1; /* + 1: a chunk may end there */
 }
@@ -31587,8 +31587,8 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* Takes the idle sequence that was used longest ago and has blocks to discard. Discards its first block in RAM, in
  * all layers. If not all layers may discard up to its end, only the blocks before their common limit are discarded.
- * 0: there is nothing to discard. */
-static int tkvi_discard_idle(tkv_cache *kv) {
+ * Returns the bytes freed; 0: there is nothing to discard. */
+static size_t tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     if (!TKVI_HAS_DISCARD) return 0;
     for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
@@ -31599,7 +31599,7 @@ static int tkvi_discard_idle(tkv_cache *kv) {
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_discard_to(kv, from, to, 1, &last) > 0;
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
 }
 
 /* Finds the block, in all layers, that a sequence with cfg.recompute may discard next. cheap: as in
@@ -31619,7 +31619,8 @@ static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *
             first = tkvi_min(first, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), list->sinks));
     }
     block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &last);
-    if (!block.bytes || !tkvi_remat_fits_step(cost, first, block.end, 0) ||
+    TKVI_ASSERT(block.bytes > 0); /* the block is in RAM */
+    if (!tkvi_remat_fits_step(cost, first, block.end, 0) ||
         !tkvi_remat_may_discard(cost, &block, (int64_t)len - (block.start - first),
                                 tkvi_max(now, block.end - 1), cheap))
         return 0;
@@ -31635,7 +31636,11 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     tkv_remat_config cost;
     double least = 0.0, price;
     int seq, from = -1, to = 0, last = 0;
-    if (!TKVI_HAS_DISCARD || !cfg->recompute.compute || tkvi_recompute_cost(cfg, &cost)) return 0;
+    const char *fault;
+    if (!TKVI_HAS_DISCARD || !cfg->recompute.compute) return 0;
+    fault = tkvi_recompute_cost(cfg, &cost);
+    TKVI_ASSERT(!fault); /* the config was validated */
+    (void)fault;
     if (cheap && (double)(kv->heap.held - tkvi_spare_state_bytes(kv)) <
                      (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
         return 0;
@@ -31811,9 +31816,8 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     float mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (!TKVI_HAS_EVICT || !list->anchors || i < list->sinks || b->refs > 1 ||
-        !tkvi_is_hot_layout(kv, layer, b->layout))
-        return;
+    TKVI_ASSERT(i >= list->sinks); /* sinks are not recoded */
+    if (!TKVI_HAS_EVICT || !list->anchors || b->refs > 1 || !tkvi_is_hot_layout(kv, layer, b->layout)) return;
     there = tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
     newest = tkvi_token_score_newest(kv, list, ids);
     tkvi_decay_to_now(kv, ids[i], list->len, newest, mine);
@@ -32332,8 +32336,8 @@ static int tkvi_is_consecutive(const tkv_cache *kv, const tkvi_list *list, const
            tkvi_block_tokens(kv, list, ids, i) - a->first_slot == b->start - a->start;
 }
 
-/* Number of tokens of block i + 1 that may move to block i; 0: none. Both blocks need the same tier and format, and
- * the last block takes no part. A packed block spans at most 65536 positions (16 bits).
+/* Number of tokens of block i + 1 that may move to block i; 0: none. No block of sinks is given. Both need the same
+ * tier and format, and the last block takes no part. A packed block spans at most 65536 positions (16 bits).
  *
  * If all tokens of block i + 1 fit, all may move. Otherwise both blocks are encoded again, and no block is freed. So
  * a part of the tokens moves only if `fill` is 1, or if that loses nothing and a quarter of block i is free. It
@@ -32343,7 +32347,8 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
     const int key = kv->tables.layout[a->layout].key;
     int n_free, n;
-    if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
+    TKVI_ASSERT(i >= list->sinks && i + 1 < list->n);
+    if (i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
@@ -32454,7 +32459,7 @@ static int tkvi_join_if_short(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n;
-    if (!TKVI_HAS_MOVES || i < list->sinks || i + 2 >= list->n) return 0;
+    if (!TKVI_HAS_MOVES) return 0;
     n = tkvi_n_joinable(kv, layer, list, ids, i, 0);
     if (!n || n < tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1))) return 0;
     tkvi_join_blocks(kv, seq, layer, i, n);
@@ -32469,7 +32474,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     for (i = list->anchors; i + 1 < list->n; i++)
         if (!tkvi_used_mask(kv, list, ids, i)) tkvi_free_block(kv, seq, layer, i--);
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
+        while ((n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
@@ -32705,9 +32710,9 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, in
 static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, const tkv_evict_config *cfg,
                                    int keep) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int64_t len = (int64_t)list->len + n;
-    int64_t left = tkvi_round_up((int)tkvi_min(list->len + n, TKVI_FOREVER), TKVI_BLOCK) - len;
-    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh || len >= TKVI_FOREVER) return;
+    const int len = list->len + n; /* at most limits.max_tokens + 1, so at most 2^30 */
+    int64_t left = tkvi_round_up(len, TKVI_BLOCK) - len;
+    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh) return;
     if (keep) {
         const int64_t spare = tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n;
         left = tkvi_has_budget(kv) && left < spare ? left : spare;
@@ -32715,13 +32720,13 @@ static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, con
     list->evict_len = (int)(len + (left > 0 ? left : 0));
 }
 
-/* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
- * excess, at least a batch (tkvi_evict_due). */
+/* Called before n more tokens of a layer with blocks of its own. If it would exceed its share of
+ * cfg.evict.keep_tokens, it evicts the excess, at least a batch (tkvi_evict_due). */
 static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config filled;
     int count, excess, keep = 0, least;
-    if (!TKVI_HAS_EVICT || !cfg->evict.policy || kv->tables.plan[layer].stored_layer != layer) return;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return;
     (void)tkvi_evict_fill(&cfg->evict, &filled);
     if (cfg->evict.keep_tokens) {
         count = tkvi_n_live(kv, seq, layer);
@@ -32765,7 +32770,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_ou
 static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most_spare = 0, of_seq = 0, of_layer = 0, count = 0;
-    for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
+    for (seq = 0; seq < cfg->limits.max_seqs; seq++)
         for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_n_live(kv, seq, layer) : 0;
             const int spare = n ? n - tkvi_n_staying(kv, seq, layer, !offloaded_too) : 0;
@@ -33033,14 +33038,15 @@ static int tkvi_provide_within_limit(tkv_cache *kv, const tkvi_request *request)
                   pages = tkvi_pages_for_demand(&kv->pool, &demand);
     const size_t limit = tkvi_heap_limit(kv),
                  growth = tkvi_index_growth_bytes(kv, request, n_entries, tkvi_n_row_entries);
-    if (growth && (kv->heap.held > limit || growth > limit - kv->heap.held)) tkvi_trim_to(&kv->pool, 0);
-    if (growth && kv->heap.held <= limit && growth <= limit - kv->heap.held &&
+    TKVI_ASSERT(kv->heap.held <= limit);
+    if (growth > limit - kv->heap.held) tkvi_trim_to(&kv->pool, 0);
+    if (growth && growth <= limit - kv->heap.held &&
         !tkvi_grow_index(kv, request, n_entries, tkvi_n_row_entries))
         return 0;
     while ((int64_t)kv->pool.n_pages < pages) {
         const size_t page = kv->tables.page_bytes +
                             tkvi_growth_bytes(kv->pool.page_cap, kv->pool.n_pages + 1, sizeof(tkvi_page));
-        if (kv->heap.held > limit || page > limit - kv->heap.held) return 1;
+        if (page > limit - kv->heap.held) return 1;
         if (!tkvi_add_page(&kv->pool)) return 0;
     }
     return 1;
@@ -39103,10 +39109,13 @@ static tkvi_state *tkvi_take_over(tkv_cache *kv, int seq, int layer, int n_token
 
 /* Thins states until `bytes` more fit into limits.state_bytes. Returns 0 if that cannot be; then none is thinned. */
 static int tkvi_fit_states(tkvi_states *s, size_t bytes) {
-    const size_t least = s->held_bytes - s->spare_bytes;
-    if (least > s->limit || bytes > s->limit - least) return 0;
-    while (s->held_bytes > s->limit || bytes > s->limit - s->held_bytes)
-        if (!tkvi_thin_next(s, 1)) return 0;
+    TKVI_ASSERT(s->held_bytes <= s->limit);
+    if (bytes > s->limit - (s->held_bytes - s->spare_bytes)) return 0;
+    while (bytes > s->limit - s->held_bytes) {
+        const int is_thinned = tkvi_thin_next(s, 1);
+        TKVI_ASSERT(is_thinned); /* a spare state has newer ones in its list */
+        (void)is_thinned;
+    }
     return 1;
 }
 
@@ -40610,7 +40619,6 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t;
     tkvi_keep_cursor to;
-    if (!list->n) return;
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
@@ -40633,7 +40641,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     for (t = n_kept; t < list->n; t++)
         list->is_moved |= kv->pool.entry[ids[t]].shift != 0 || kv->pool.entry[ids[t]].turned != 0;
     tkvi_token_score_cut(kv, list, ids);
-    if (n_kept > 0 && n_kept < list->n && tkvi_can_unite(kv, list, ids, n_kept - 1))
+    if (n_kept > 0 && tkvi_can_unite(kv, list, ids, n_kept - 1))
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 
@@ -40820,7 +40828,9 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_
     if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && n_discarded) *n_discarded = end - first;
+    if (end > last) return tkvi_ok(kv);
+    (void)tkvi_discard_to(kv, seq, last, 1, &end);
+    if (n_discarded) *n_discarded = end - first;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -41052,7 +41062,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
     while (may && !st) {
         (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
-        for (at = start, layers = 0; at < start + n && may;) {
+        for (at = start, layers = 0; at < start + n;) {
             const int end = tkvi_next_cut(kv, seq, at, 1);
             const tkv_remat_block piece = tkvi_describe_positions(kv, seq, at, end, kv->tables.level);
             int first;

@@ -160,9 +160,8 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
     float mine[TKVI_BLOCK];
     uint64_t there;
     int t, newest;
-    if (!TKVI_HAS_EVICT || !list->anchors || i < list->sinks || b->refs > 1 ||
-        !tkvi_is_hot_layout(kv, layer, b->layout))
-        return;
+    TKVI_ASSERT(i >= list->sinks); /* sinks are not recoded */
+    if (!TKVI_HAS_EVICT || !list->anchors || b->refs > 1 || !tkvi_is_hot_layout(kv, layer, b->layout)) return;
     there = tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i));
     newest = tkvi_token_score_newest(kv, list, ids);
     tkvi_decay_to_now(kv, ids[i], list->len, newest, mine);

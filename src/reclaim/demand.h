@@ -249,14 +249,15 @@ static int tkvi_provide_within_limit(tkv_cache *kv, const tkvi_request *request)
                   pages = tkvi_pages_for_demand(&kv->pool, &demand);
     const size_t limit = tkvi_heap_limit(kv),
                  growth = tkvi_index_growth_bytes(kv, request, n_entries, tkvi_n_row_entries);
-    if (growth && (kv->heap.held > limit || growth > limit - kv->heap.held)) tkvi_trim_to(&kv->pool, 0);
-    if (growth && kv->heap.held <= limit && growth <= limit - kv->heap.held &&
+    TKVI_ASSERT(kv->heap.held <= limit);
+    if (growth > limit - kv->heap.held) tkvi_trim_to(&kv->pool, 0);
+    if (growth && growth <= limit - kv->heap.held &&
         !tkvi_grow_index(kv, request, n_entries, tkvi_n_row_entries))
         return 0;
     while ((int64_t)kv->pool.n_pages < pages) {
         const size_t page = kv->tables.page_bytes +
                             tkvi_growth_bytes(kv->pool.page_cap, kv->pool.n_pages + 1, sizeof(tkvi_page));
-        if (kv->heap.held > limit || page > limit - kv->heap.held) return 1;
+        if (page > limit - kv->heap.held) return 1;
         if (!tkvi_add_page(&kv->pool)) return 0;
     }
     return 1;

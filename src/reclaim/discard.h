@@ -122,8 +122,8 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
 
 /* Takes the idle sequence that was used longest ago and has blocks to discard. Discards its first block in RAM, in
  * all layers. If not all layers may discard up to its end, only the blocks before their common limit are discarded.
- * 0: there is nothing to discard. */
-static int tkvi_discard_idle(tkv_cache *kv) {
+ * Returns the bytes freed; 0: there is nothing to discard. */
+static size_t tkvi_discard_idle(tkv_cache *kv) {
     int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
     if (!TKVI_HAS_DISCARD) return 0;
     for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
@@ -134,7 +134,7 @@ static int tkvi_discard_idle(tkv_cache *kv) {
         from = seq;
         to = end;
     }
-    return from >= 0 && tkvi_discard_to(kv, from, to, 1, &last) > 0;
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
 }
 
 /* Finds the block, in all layers, that a sequence with cfg.recompute may discard next. cheap: as in
@@ -154,7 +154,8 @@ static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *
             first = tkvi_min(first, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), list->sinks));
     }
     block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &last);
-    if (!block.bytes || !tkvi_remat_fits_step(cost, first, block.end, 0) ||
+    TKVI_ASSERT(block.bytes > 0); /* the block is in RAM */
+    if (!tkvi_remat_fits_step(cost, first, block.end, 0) ||
         !tkvi_remat_may_discard(cost, &block, (int64_t)len - (block.start - first),
                                 tkvi_max(now, block.end - 1), cheap))
         return 0;
@@ -170,7 +171,11 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     tkv_remat_config cost;
     double least = 0.0, price;
     int seq, from = -1, to = 0, last = 0;
-    if (!TKVI_HAS_DISCARD || !cfg->recompute.compute || tkvi_recompute_cost(cfg, &cost)) return 0;
+    const char *fault;
+    if (!TKVI_HAS_DISCARD || !cfg->recompute.compute) return 0;
+    fault = tkvi_recompute_cost(cfg, &cost);
+    TKVI_ASSERT(!fault); /* the config was validated */
+    (void)fault;
     if (cheap && (double)(kv->heap.held - tkvi_spare_state_bytes(kv)) <
                      (double)tkvi_number(cost.threshold) * (double)cfg->budget.bytes)
         return 0;

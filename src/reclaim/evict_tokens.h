@@ -93,8 +93,8 @@ static int tkvi_is_consecutive(const tkv_cache *kv, const tkvi_list *list, const
            tkvi_block_tokens(kv, list, ids, i) - a->first_slot == b->start - a->start;
 }
 
-/* Number of tokens of block i + 1 that may move to block i; 0: none. Both blocks need the same tier and format, and
- * the last block takes no part. A packed block spans at most 65536 positions (16 bits).
+/* Number of tokens of block i + 1 that may move to block i; 0: none. No block of sinks is given. Both need the same
+ * tier and format, and the last block takes no part. A packed block spans at most 65536 positions (16 bits).
  *
  * If all tokens of block i + 1 fit, all may move. Otherwise both blocks are encoded again, and no block is freed. So
  * a part of the tokens moves only if `fill` is 1, or if that loses nothing and a quarter of block i is free. It
@@ -104,7 +104,8 @@ static int tkvi_n_joinable(const tkv_cache *kv, int layer, const tkvi_list *list
     const tkvi_block *a = tkvi_block_of(kv, ids[i]), *b = tkvi_block_of(kv, ids[i + 1]);
     const int key = kv->tables.layout[a->layout].key;
     int n_free, n;
-    if (i < list->sinks || i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
+    TKVI_ASSERT(i >= list->sinks && i + 1 < list->n);
+    if (i + 2 >= list->n || tkvi_tier_at(list, i) != tkvi_tier_at(list, i + 1)) return 0;
     if (a->refs > 1 || b->refs > 1 || key != kv->tables.layout[b->layout].key || tkvi_has_fixed_slots(kv))
         return 0;
     if (tkvi_is_offloaded(a) || tkvi_is_offloaded(b)) return 0;
@@ -215,7 +216,7 @@ static int tkvi_join_if_short(tkv_cache *kv, int seq, int layer, int i) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int n;
-    if (!TKVI_HAS_MOVES || i < list->sinks || i + 2 >= list->n) return 0;
+    if (!TKVI_HAS_MOVES) return 0;
     n = tkvi_n_joinable(kv, layer, list, ids, i, 0);
     if (!n || n < tkvi_n_bits(tkvi_used_mask(kv, list, ids, i + 1))) return 0;
     tkvi_join_blocks(kv, seq, layer, i, n);
@@ -230,7 +231,7 @@ static void tkvi_compact_blocks(tkv_cache *kv, int seq, int layer, int fill) {
     for (i = list->anchors; i + 1 < list->n; i++)
         if (!tkvi_used_mask(kv, list, ids, i)) tkvi_free_block(kv, seq, layer, i--);
     for (i = list->sinks; i + 1 < list->n; i++)
-        while (i + 1 < list->n && (n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
+        while ((n = tkvi_n_joinable(kv, layer, list, ids, i, fill)) > 0)
             tkvi_join_blocks(kv, seq, layer, i, n);
 }
 
@@ -466,9 +467,9 @@ static void tkvi_evict_or_oldest(tkv_cache *kv, int seq, int layer, int keep, in
 static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, const tkv_evict_config *cfg,
                                    int keep) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const int64_t len = (int64_t)list->len + n;
-    int64_t left = tkvi_round_up((int)tkvi_min(list->len + n, TKVI_FOREVER), TKVI_BLOCK) - len;
-    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh || len >= TKVI_FOREVER) return;
+    const int len = list->len + n; /* at most limits.max_tokens + 1, so at most 2^30 */
+    int64_t left = tkvi_round_up(len, TKVI_BLOCK) - len;
+    if (!kv->token_scores.mode || !kv->token_scores.mode->fresh) return;
     if (keep) {
         const int64_t spare = tkvi_evict_limit(cfg, keep) - tkvi_n_live(kv, seq, layer) - n;
         left = tkvi_has_budget(kv) && left < spare ? left : spare;
@@ -476,13 +477,13 @@ static void tkvi_forecast_eviction(tkv_cache *kv, int seq, int layer, int n, con
     list->evict_len = (int)(len + (left > 0 ? left : 0));
 }
 
-/* Called before n more tokens. If the layer would exceed its share of cfg.evict.keep_tokens, it evicts the
- * excess, at least a batch (tkvi_evict_due). */
+/* Called before n more tokens of a layer with blocks of its own. If it would exceed its share of
+ * cfg.evict.keep_tokens, it evicts the excess, at least a batch (tkvi_evict_due). */
 static void tkvi_evict_excess(tkv_cache *kv, int seq, int layer, int n) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_evict_config filled;
     int count, excess, keep = 0, least;
-    if (!TKVI_HAS_EVICT || !cfg->evict.policy || kv->tables.plan[layer].stored_layer != layer) return;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return;
     (void)tkvi_evict_fill(&cfg->evict, &filled);
     if (cfg->evict.keep_tokens) {
         count = tkvi_n_live(kv, seq, layer);
@@ -526,7 +527,7 @@ static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_ou
 static int tkvi_evict_batch(tkv_cache *kv, int offloaded_too) {
     const tkv_config *cfg = &kv->tables.cfg;
     int seq, layer, most_spare = 0, of_seq = 0, of_layer = 0, count = 0;
-    for (seq = 0; seq < cfg->limits.max_seqs && cfg->evict.policy; seq++)
+    for (seq = 0; seq < cfg->limits.max_seqs; seq++)
         for (layer = 0; layer < cfg->model.n_layers && !kv->seq[seq].in_step; layer++) {
             const int n = tkvi_list_of(kv, seq, layer)->n ? tkvi_n_live(kv, seq, layer) : 0;
             const int spare = n ? n - tkvi_n_staying(kv, seq, layer, !offloaded_too) : 0;

@@ -49,13 +49,13 @@ static void tkvi_decay_to_step(const tkvi_token_scores *m, tkvi_token_meta *n, i
     n->score_step = step;
 }
 
-/* 1 if attention must collect scores of a list now. */
+/* 1 if attention must collect scores of a list now, in a mode in which each step begins from zero. */
 static int tkvi_counts_now(const tkvi_token_scores *m, const tkvi_list *list) {
-    return !m->mode->fresh || list->len - list->chunk_start > 1 || list->len > list->evict_len - m->decoded;
+    return list->len - list->chunk_start > 1 || list->len > list->evict_len - m->decoded;
 }
 
 static int tkvi_score_stamp(const tkvi_token_scores *m, const tkvi_list *list) {
-    const int decodes = m->mode && m->mode->fresh && list->len - list->chunk_start <= 1;
+    const int decodes = m->mode->fresh && list->len - list->chunk_start <= 1;
     if (!decodes || !tkvi_counts_now(m, list)) return list->len;
     return tkvi_max(list->len, list->evict_len) + 1; /* + 1: a chunk may end there */
 }

@@ -177,7 +177,6 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t;
     tkvi_keep_cursor to;
-    if (!list->n) return;
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
@@ -200,7 +199,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     for (t = n_kept; t < list->n; t++)
         list->is_moved |= kv->pool.entry[ids[t]].shift != 0 || kv->pool.entry[ids[t]].turned != 0;
     tkvi_token_score_cut(kv, list, ids);
-    if (n_kept > 0 && n_kept < list->n && tkvi_can_unite(kv, list, ids, n_kept - 1))
+    if (n_kept > 0 && tkvi_can_unite(kv, list, ids, n_kept - 1))
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
 }
 

@@ -137,7 +137,9 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_
     if (!tkvi_first_in_ram(kv, seq, &first, &end)) return tkvi_ok(kv);
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
-    if (end <= last && tkvi_discard_to(kv, seq, last, 1, &end) > 0 && n_discarded) *n_discarded = end - first;
+    if (end > last) return tkvi_ok(kv);
+    (void)tkvi_discard_to(kv, seq, last, 1, &end);
+    if (n_discarded) *n_discarded = end - first;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -369,7 +371,7 @@ TKV_API tkv_status tkv_seq_recompute(tkv_cache *kv, int seq, tkv_remat *r, int s
     while (may && !st) {
         (void)tkv_seq_find_discarded(kv, seq, &start, &n);
         if (n == 0) break;
-        for (at = start, layers = 0; at < start + n && may;) {
+        for (at = start, layers = 0; at < start + n;) {
             const int end = tkvi_next_cut(kv, seq, at, 1);
             const tkv_remat_block piece = tkvi_describe_positions(kv, seq, at, end, kv->tables.level);
             int first;

@@ -61,10 +61,13 @@ static tkvi_state *tkvi_take_over(tkv_cache *kv, int seq, int layer, int n_token
 
 /* Thins states until `bytes` more fit into limits.state_bytes. Returns 0 if that cannot be; then none is thinned. */
 static int tkvi_fit_states(tkvi_states *s, size_t bytes) {
-    const size_t least = s->held_bytes - s->spare_bytes;
-    if (least > s->limit || bytes > s->limit - least) return 0;
-    while (s->held_bytes > s->limit || bytes > s->limit - s->held_bytes)
-        if (!tkvi_thin_next(s, 1)) return 0;
+    TKVI_ASSERT(s->held_bytes <= s->limit);
+    if (bytes > s->limit - (s->held_bytes - s->spare_bytes)) return 0;
+    while (bytes > s->limit - s->held_bytes) {
+        const int is_thinned = tkvi_thin_next(s, 1);
+        TKVI_ASSERT(is_thinned); /* a spare state has newer ones in its list */
+        (void)is_thinned;
+    }
     return 1;
 }
 
