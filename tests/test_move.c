@@ -1633,6 +1633,7 @@ TEST(copies_are_refused_with_a_reason) {
 
 /* Anchors can be removed, but not moved. */
 TEST(anchors_are_removed_and_do_not_move) {
+    static plain_sequence s;
     static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
     tkv_config cfg = make_config(2, 2);
     tkv_cache *kv;
@@ -1651,6 +1652,9 @@ TEST(anchors_are_removed_and_do_not_move) {
     check_cache_at(kv, "anchors", 0);
     CHECK_EQ(tkv_seq_shift(kv, 0, 0, 10, 5), TKV_ERR_UNSUPPORTED);
     CHECK_MSG(strstr(tkv_get_last_error(kv), "anchors cannot move") != NULL, "%s", tkv_get_last_error(kv));
+    t = 700;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 0, 1, &t), TKV_ERR_UNSUPPORTED);
+    CHECK_STR(tkv_get_last_error(kv), "set tiers.n_anchors to 0: positions cannot jump with anchors");
     CHECK_EQ(tkv_seq_remove(kv, 0, 20, 400), TKV_OK); /* anchors are among them */
     check_cache_at(kv, "anchors", 1);
     CHECK_EQ(tkv_get_tiers(kv, 0, 0, 20, 60, tiers), TKV_OK);
@@ -2321,6 +2325,41 @@ TEST(keeping_is_refused_with_a_reason) {
 }
 
 /* A block can have an entry that is due for coding and one that is not. */
+/* A token that is gone cannot be kept, wherever it was: in front of all others, in a block that is there, in one that is
+ * not. Nor can one be kept behind which an eviction has merged blocks. */
+TEST(tokens_that_are_gone_are_not_kept) {
+    static const int gone[] = {10, 130, 200}, there[] = {140, 150};
+    tkv_config cfg = make_move_config(1);
+    uint64_t victims[8] = {0};
+    tkv_cache *kv;
+    int i, position;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 400, 400), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 0, 64), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 130, 131), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 192, 256), TKV_OK);
+    for (i = 0; i < COUNT(gone); i++) {
+        char want[80];
+        CHECK_EQ(tkv_seq_keep(kv, 0, 5, &gone[i], 1), TKV_ERR_RANGE);
+        snprintf(want, sizeof want, "there is no token with index %d", gone[i]);
+        CHECK_STR(tkv_get_last_error(kv), want);
+    }
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 400);
+    for (i = 256; i < 384; i += 2) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, 1, victims, 384), TKV_OK); /* two blocks become one */
+    CHECK_EQ(tkv_seq_keep(kv, 0, 135, there, 2), TKV_ERR_STATE);
+    CHECK_STR(tkv_get_last_error(kv), "tokens are not exact any more: index 256");
+    CHECK_EQ(tkv_seq_truncate(kv, 0, 250), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 135, there, 2), TKV_OK);
+    check_cache_at(kv, "kept", 0);
+    CHECK_EQ(tkv_get_positions(kv, 0, 1, 136, 1, &position), TKV_OK);
+    CHECK_EQ(position, 150);
+    tkv_destroy(kv);
+}
+
 TEST(keeping_needs_tokens_that_are_not_due) {
     static plain_sequence s;
     tkv_config cfg = make_move_config(1);
@@ -2623,6 +2662,33 @@ TEST(nothing_is_left_of_moved_tokens) {
 
 /* Moves split entries until a cache in place has no room for more. Its budget is full as well, so a move that needs
  * entries is refused before a token is evicted for it. */
+/* In place without a budget there is an entry for each block, and few for jumps of positions: when they are used up, an
+ * append is refused and changes nothing. */
+TEST(jumps_of_a_full_cache_in_place) {
+    static plain_sequence s;
+    static int positions[400];
+    tkv_config cfg = make_move_config(1);
+    guarded_buffer memory;
+    snapshot before;
+    tkv_cache *kv;
+    int t;
+    cfg.limits.max_tokens = 400;
+    kv = create_cache_in_place(&cfg, &memory, 0);
+    memset(&s, 0, sizeof s);
+    append_plain(kv, 0, &s, 0, 10, 10);
+    for (t = 0; t < 390; t++) positions[t] = 20 + 2 * t;
+    before = snapshot_of(kv);
+    CHECK_EQ(append_at_positions(kv, 0, &s, 10, 390, positions), TKV_ERR_CAPACITY);
+    CHECK_STR(tkv_get_last_error(kv), "the memory given to tkv_create_in_place is full");
+    check_unchanged(kv, &before, "refused");
+    for (t = 0; t < 390; t++) positions[t] = 20 + t;
+    CHECK_EQ(append_at_positions(kv, 0, &s, 10, 390, positions), TKV_OK); /* one jump */
+    check_cache_at(kv, "full", 0);
+    tkv_destroy(kv);
+    check_borders(&memory);
+    free(memory.raw);
+}
+
 TEST(entries_of_a_full_cache_in_place) {
     enum { WIDTH = 32, N = 64, MOST_TOKENS = 3000 };
     static float x[N * WIDTH];
@@ -2722,6 +2788,7 @@ int main(int argc, char **argv) {
     RUN(a_kept_path_equals_one_that_was_appended_alone);
     RUN(kept_sinks_with_gaps_are_sinks);
     RUN(keeping_is_refused_with_a_reason);
+    RUN(tokens_that_are_gone_are_not_kept);
     RUN(keeping_needs_tokens_that_are_not_due);
     RUN(scores_of_halves_that_join);
     RUN(keeping_from_a_removed_token_on);
@@ -2734,6 +2801,7 @@ int main(int argc, char **argv) {
     RUN(slides_leave_tokens_in_each_layer);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);
     RUN(nothing_is_left_of_moved_tokens);
+    RUN(jumps_of_a_full_cache_in_place);
     RUN(entries_of_a_full_cache_in_place);
     return tkv_test_end();
 }

@@ -231,10 +231,16 @@ TEST(wrong_restores_change_nothing) {
     CHECK_EQ(tkv_seq_discard(b, -1, 64, &n), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_find_discarded(b, -1, &start, &n), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_find_discarded(b, 0, NULL, &n), TKV_ERR_ARG);
-    saved = v_model[0][1][70 * ROW + 3];
-    v_model[0][1][70 * ROW + 3] = tkv_test_float(0x7fc00000u);
-    CHECK_EQ(restore_tokens(b, 0, 1, 4, 128), TKV_ERR_NONFINITE);
-    v_model[0][1][70 * ROW + 3] = saved;
+    CHECK_EQ(tkv_seq_find_discarded(b, 0, &start, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_list_blocks(b, 0, NULL, 0, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_list_blocks(b, 0, NULL, 1, &n), TKV_ERR_ARG);
+    for (n = 0; n < 2; n++) {
+        float *x = &(n ? v_model : k_model)[0][1][70 * ROW + 3];
+        saved = *x;
+        *x = tkv_test_float(0x7fc00000u);
+        CHECK_EQ(restore_tokens(b, 0, 1, 4, 128), TKV_ERR_NONFINITE);
+        *x = saved;
+    }
     CHECK_EQ(tkv_seq_begin(b, 0), TKV_OK);
     CHECK_EQ(restore_tokens(b, 0, 0, 4, 64), TKV_ERR_STATE);
     CHECK_EQ(tkv_seq_discard(b, 0, 64, &n), TKV_ERR_STATE);
@@ -578,6 +584,73 @@ TEST(recomputing_in_steps) {
     tkv_destroy(b);
 }
 
+/* A discarded block whose tokens are all anchors misses nothing. Rows of it restore it, and need not be given. Until
+ * then these anchors are the only copies: more important tokens do not take their places. */
+TEST(anchors_of_a_whole_block) {
+    tkv_config cfg = small_config();
+    tkv_cache *kv;
+    tkv_tier tier = TKV_TIER_COUNT;
+    int n, i, l, start, n_hot[LAYERS] = {0};
+    cfg.tiers.n_anchors = BLOCK;
+    cfg.importance.sample_every = 1;
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    kv = create_cache(&cfg);
+    for (n = 0; n < 12; n++)
+        CHECK_EQ(append_to_both(kv, NULL, 0, 70), TKV_OK); /* no scores: the oldest ones */
+    CHECK_EQ(discard_tokens(kv, 0, 192), 192);
+    for (l = 0; l < LAYERS; l++) CHECK_EQ(count_discarded(kv, 0, l), 128);
+    CHECK_EQ(find_discarded(kv, 0, &start), 128);
+    CHECK_EQ(start, 68);
+    CHECK_EQ(tkv_read(kv, 0, 0, 4, 64, k_a, v_a), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 4, 65, k_a, v_a), TKV_ERR_NO_SOURCE);
+    CHECK_EQ(restore_tokens(kv, 0, 0, 4, 63), TKV_OK); /* not the whole block: it stays discarded */
+    CHECK_EQ(restore_tokens(kv, 0, 0, 4, 128), TKV_OK);
+    CHECK_EQ(restore_tokens(kv, 0, 1, 68, 64), TKV_OK); /* in this layer it stays discarded */
+    restore_all(kv, 0);
+    for (n = 0; n < 8; n++) {
+        for (l = 0; l < LAYERS; l++) {
+            tkv_rng_fill(&rng, q_in, (size_t)(70 * HEADS * DIM), 3.0);
+            CHECK_EQ(tkv_attend(kv, 0, l, q_in, 70, out_a), TKV_OK);
+        }
+        CHECK_EQ(append_to_both(kv, NULL, 0, 70), TKV_OK);
+    }
+    check_cache(kv);
+    for (l = 0; l < LAYERS; l++)
+        for (i = 4; i < 68; i++) n_hot[l] += tier_of(kv, 0, l, i, &tier) == TKV_OK && tier == TKV_TIER_HOT;
+    CHECK_MSG(n_hot[0] < BLOCK && n_hot[1] == BLOCK, "%d and %d", n_hot[0], n_hot[1]);
+    CHECK_EQ(tkv_read(kv, 0, 1, 4, 64, k_a, v_a), TKV_OK);
+    tkv_destroy(kv);
+}
+
+/* A block with a named sink stays between discarded ones. Rows from the first to the last of them restore these. */
+TEST(a_named_sink_stays_between_discarded_blocks) {
+    tkv_config cfg = small_config();
+    tkv_cache *a, *b;
+    tkv_tier tier = TKV_TIER_COUNT;
+    int n, l, start;
+    cfg.host.nonfinite = TKV_NONFINITE_SATURATE;
+    a = create_cache(&cfg);
+    b = create_cache(&cfg);
+    for (n = 0; n < 12; n++) {
+        CHECK_EQ(append_to_both(a, b, 0, 70), TKV_OK);
+        if (n != 2) continue;
+        CHECK_EQ(tkv_seq_set_sinks(a, 0, 200, 1, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_set_sinks(b, 0, 200, 1, 1), TKV_OK);
+    }
+    discard_tokens(b, 0, 448);
+    CHECK_EQ(tier_of(b, 0, 0, 200, &tier), TKV_OK);
+    CHECK_EQ(tier, TKV_TIER_HOT);
+    CHECK_EQ(find_discarded(b, 0, &start), 192);
+    CHECK_EQ(start, 4);
+    CHECK_EQ(tier_of(b, 0, 0, 260, &tier), TKV_ERR_NO_SOURCE);
+    for (l = 0; l < LAYERS; l++) CHECK_EQ(restore_tokens(b, 0, l, 4, 448), TKV_OK);
+    CHECK_EQ(find_discarded(b, 0, &start), 0);
+    check_same(a, b, 0, 3);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 TEST(free_bytes_discards_blocks) {
     tkv_remat_block blocks[32];
     tkv_remat_action actions[32];
@@ -613,6 +686,11 @@ TEST(free_bytes_discards_blocks) {
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, -1, &freed), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_free_bytes(b, 0, NULL, 0.95f, want, blocks, actions, 32, &freed), TKV_ERR_ARG);
     CHECK_STR(tkv_get_last_error(b), "r is missing"); /* the message gives no number of blocks */
+    freed = 1;
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, tkv_test_float(0x7fc00000u), want, blocks, actions, 32, &freed),
+             TKV_ERR_ARG);
+    CHECK_STR(tkv_get_last_error(b), "pressure is not finite, or actions are missing");
+    CHECK_EQ((int)freed, 0);
     CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, want, blocks, actions, 32, &freed), TKV_OK);
     CHECK_EQ((int)freed, 3 * BLOCK * ROW * 2 * 2 * LAYERS);
     CHECK_EQ(tkv_get_layer(b, 0, 0, &layer_info), TKV_OK);
@@ -623,7 +701,7 @@ TEST(free_bytes_discards_blocks) {
     CHECK_EQ(tkv_seq_list_blocks(b, 0, blocks, 32, &n), TKV_OK);
     CHECK_EQ(n, 15);
     for (i = 0; i < n; i++) CHECK_EQ(blocks[i].discarded, i >= 1 && i <= 3);
-    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, 100u << 20, blocks, actions, 32, &freed), TKV_OK);
+    CHECK_EQ(tkv_seq_free_bytes(b, 0, &r, 0.95f, 100u << 20, blocks, actions, 32, NULL), TKV_OK);
     check_cache(b);
     CHECK_LE(128, 840 - count_discarded(b, 0, 0)); /* at least min_materialized tokens stay */
     CHECK(count_discarded(b, 0, 0) >= 640);
@@ -641,13 +719,18 @@ TEST(free_bytes_quantizes_blocks) {
     tkv_config cfg = small_config();
     tkv_cache *kv;
     size_t freed, used;
-    int n, i, start, n_smaller = 0;
+    int n, i, start, n_smaller = 0, n_shared = 0;
     cfg.budget.bytes = 4 * 1000 * 1000;
     kv = create_cache(&cfg);
     for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 90), TKV_OK);
     CHECK_EQ(tkv_seq_list_blocks(kv, 0, blocks, 64, &n), TKV_OK);
     for (i = 0; i < n; i++) n_smaller += blocks[i].quantized_bytes < blocks[i].bytes;
     CHECK(n_smaller > 8);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, 300), TKV_OK); /* blocks that are shared are not quantized */
+    CHECK_EQ(tkv_seq_list_blocks(kv, 0, blocks, 64, &n), TKV_OK);
+    for (i = 0; i < n; i++) n_shared += blocks[i].end < 300 && blocks[i].quantized_bytes == blocks[i].bytes;
+    CHECK_EQ(n_shared, 5);
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
     used = budget_of(kv).used;
     CHECK_EQ(tkv_seq_free_bytes(kv, 0, &r, 0.95f, 20000, blocks, actions, 64, &freed), TKV_OK);
     check_cache(kv);
@@ -978,6 +1061,46 @@ static int run_long_sequence(tkv_config *cfg, tkv_cache **out, double *worst) {
 
 /* One sequence discards its own oldest blocks, when that costs less than the next level of the ladder, or else after
  * the last level. No token is lost. */
+/* Of several sequences the one discards first whose rows cost the fewest FLOPs per byte: the longest one, as its first
+ * tokens are the oldest. A layer that shares the keys of another one has no blocks. */
+TEST(the_oldest_tokens_of_all_sequences_are_discarded) {
+    static const int lengths[SEQS] = {320, 960, 640};
+    tkv_config cfg = small_config();
+    tkv_layer_config layers[LAYERS];
+    tkv_memory_info before;
+    tkv_cache *kv;
+    row_model m;
+    int seq, n;
+    memset(layers, 0, sizeof layers);
+    layers[1].share_kv = 1;
+    cfg.layers = layers;
+    cfg.budget.bytes = 8000000;
+    attach_row_model(&m, &cfg);
+    cfg.recompute.cost.threshold = TKV_ZERO;
+    cfg.recompute.cost.quantize_price = 1e9;
+    kv = create_cache(&cfg);
+    for (seq = 0; seq < SEQS; seq++)
+        for (n = 0; n < lengths[seq]; n += 64) {
+            float *k = k_model[seq][0] + n * ROW, *v = v_model[seq][0] + n * ROW;
+            tkv_rng_fill(&rng, k, (size_t)(64 * ROW), 1.0);
+            tkv_rng_fill(&rng, v, (size_t)(64 * ROW), 1.0);
+            CHECK_EQ(tkv_append(kv, seq, 0, k, v, 64), TKV_OK);
+        }
+    CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
+    CHECK_EQ(tkv_set_budget(kv, before.total), TKV_OK);
+    while (!budget_of(kv).discarded) { /* the slack of free pages goes first */
+        CHECK_EQ(tkv_get_memory(kv, &before), TKV_OK);
+        REQUIRE(tkv_set_budget(kv, before.total - 4096) == TKV_OK);
+    }
+    CHECK_EQ(count_discarded(kv, 0, 0), 0);
+    CHECK(count_discarded(kv, 1, 0) >= BLOCK);
+    CHECK_EQ(count_discarded(kv, 2, 0), 0);
+    check_cache(kv);
+    CHECK_EQ(tkv_read(kv, 1, 0, 0, 960, k_a, v_a), TKV_OK); /* from the model */
+    CHECK(float_difference(k_a, k_model[1][0], 960 * ROW) < 1e-3);
+    tkv_destroy(kv);
+}
+
 TEST(one_long_sequence_discards_its_oldest_blocks) {
     tkv_config cfg = small_config();
     double cheap_worst, dear_worst;
@@ -1215,6 +1338,8 @@ int main(int argc, char **argv) {
     RUN(anchors);
     RUN(offloaded_blocks_and_copies);
     RUN(recomputing_in_steps);
+    RUN(anchors_of_a_whole_block);
+    RUN(a_named_sink_stays_between_discarded_blocks);
     RUN(free_bytes_discards_blocks);
     RUN(free_bytes_quantizes_blocks);
     RUN(ages_count_from_the_newest_token);
@@ -1223,6 +1348,7 @@ int main(int argc, char **argv) {
     RUN(no_memory_to_restore);
     RUN(in_place);
     RUN(rows_are_given_at_access);
+    RUN(the_oldest_tokens_of_all_sequences_are_discarded);
     RUN(one_long_sequence_discards_its_oldest_blocks);
     RUN(estimates_count_blocks_of_a_model);
     RUN(recompute_configs);

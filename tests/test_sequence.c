@@ -919,6 +919,27 @@ TEST(batch_equals_single_appends) {
     tkv_destroy(one);
 }
 
+/* Rows of a batch are counted by int. More are refused before anything is read. */
+TEST(batch_of_too_many_rows) {
+    enum { ROWS = 1024 };
+    static tkv_rows rows[ROWS];
+    tkv_config cfg = make_config(1, ROWS);
+    tkv_append_params a;
+    tkv_cache *kv;
+    int i;
+    cfg.limits.max_append = 1 << 20;
+    kv = create_cache(&cfg);
+    for (i = 0; i < ROWS; i++) {
+        rows[i].seq = i;
+        rows[i].n = 1 << 20;
+    }
+    a = make_batch_params(0, rows, ROWS);
+    CHECK_EQ(tkv_append_ex(kv, &a), TKV_ERR_CAPACITY);
+    CHECK_STR(tkv_get_last_error(kv), "the batch has more tokens than 1073741823");
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 0);
+    tkv_destroy(kv);
+}
+
 TEST(batch_is_all_or_nothing) {
     counting_allocator p;
     tkv_config cfg = make_config(1, 4);
@@ -2545,6 +2566,7 @@ int main(int argc, char **argv) {
     RUN(aligned_chunks_equal_single_tokens);
     RUN(sequences_are_independent);
     RUN(batch_equals_single_appends);
+    RUN(batch_of_too_many_rows);
     RUN(batch_is_all_or_nothing);
     RUN(positions_of_appends);
     RUN(positions_in_a_batch);

@@ -193,6 +193,7 @@ TEST(states_are_refused_with_a_reason) {
     tkv_cache *kv;
     char reason[200];
     size_t bytes;
+    int n;
     cfg.limits.max_tokens = 1000;
     cfg.limits.state_bytes = 1000;
     kv = create_cache(&cfg);
@@ -213,10 +214,13 @@ TEST(states_are_refused_with_a_reason) {
     CHECK_STR(tkv_get_last_error(kv),
               "a state of 704 bytes does not fit into limits.state_bytes beside the newest ones, "
               "which take 704");
+    CHECK_EQ(put_state(kv, 0, 0, 1, 5, 600),
+             TKV_ERR_CAPACITY); /* a newer state does not go for an older one */
     check_state(kv, 0, 0, 1, 10, 600);
     CHECK_EQ(tkv_seq_find_state(kv, 0, 100), 10); /* layer 1 did not become stateful */
     CHECK_EQ(tkv_seq_get_state(kv, 0, 0, 0, NULL, 0, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_list_states(kv, 0, 0, NULL, 1, NULL), TKV_ERR_ARG);
+    CHECK_EQ(tkv_seq_list_states(kv, 0, 0, NULL, 1, &n), TKV_ERR_ARG);
     check_cache_at(kv, "after refusals", 0);
     tkv_destroy(kv);
     cfg.limits.max_states = -1;
@@ -569,6 +573,33 @@ TEST(a_state_fits_to_the_byte) {
 }
 
 /* A put that cannot fit even with all tokens coded is refused at once: no token pays for it. */
+/* A fork shares states, but has a list of its own. Under a budget without room for it there is no fork. */
+TEST(a_fork_needs_room_for_its_list_of_states) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
+    const size_t list = 16 * 2 * sizeof(void *);
+    unsigned char *bytes = (unsigned char *)calloc(1, 400000);
+    tkv_cache *kv;
+    if (!bytes) exit(2);
+    cfg.budget.bytes = 400000;
+    cfg.budget.pressure.max_level = TKV_OFF;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(kv, 0, 0, 100, bytes,
+                               (budget_of(kv).budget - budget_of(kv).used - list) / 64 * 64 - 64),
+             TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_ERR_BUDGET);
+    CHECK_LE(1, strlen(tkv_get_last_error(kv)));
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 0);
+    check_cache_at(kv, "no room", 0);
+    CHECK_EQ(tkv_set_budget(kv, 500000), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_find_state(kv, 1, TKV_UNLIMITED), 100);
+    check_cache_at(kv, "forked", 0);
+    tkv_destroy(kv);
+    free(bytes);
+}
+
 TEST(a_refused_state_codes_no_token) {
     tkv_layer_config layers[LAYERS];
     tkv_config cfg = make_hybrid_config(layers, LAYERS, 1);
@@ -859,6 +890,7 @@ int main(int argc, char **argv) {
     RUN(states_go_before_tokens);
     RUN(a_lower_budget_thins_states);
     RUN(a_state_fits_to_the_byte);
+    RUN(a_fork_needs_room_for_its_list_of_states);
     RUN(a_refused_state_codes_no_token);
     RUN(states_without_memory_change_nothing);
     RUN(states_in_place);
