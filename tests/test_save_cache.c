@@ -383,6 +383,30 @@ TEST(other_caches_are_refused) {
     tkv_destroy(b);
 }
 
+/* A file without blocks, but with tables: they must be those of the cache's formats. */
+TEST(tables_of_other_formats_are_refused) {
+    tkv_config cfg = config_number(0);
+    cfg.format.kvquant = TKV_KVQUANT_POST_ROPE;
+    tkv_cache *a = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 1, 1, 800, 64), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(a, 1), TKV_OK);
+    CHECK(n_calibrated_layers(a) > 0);
+    const size_t n = save_cache(a, file);
+    for (int i = 0; i < 3; i++) {
+        tkv_config other = cfg;
+        if (i == 1) other.tiers.warm = other.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI2); /* no tables */
+        if (i == 2) other.tiers.archive = pair_of(TKV_KVQUANT3, TKV_KVQUANT2); /* of more parts */
+        tkv_cache *b = create_cache(&other);
+        if (i)
+            check_refused(b, TKV_ALL_SEQS, file, n, TKV_ERR_CONFIG, "other parts of the tables of layer 0");
+        else CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        CHECK_EQ(n_calibrated_layers(b), i ? 0 : n_calibrated_layers(a));
+        check_cache_at(b, "other formats", i);
+        tkv_destroy(b);
+    }
+    tkv_destroy(a);
+}
+
 TEST(meters_of_other_sizes_are_refused) {
 #if defined(__GNUC__) || defined(__clang__) /* no meter here: it needs atomics */
     tkv_config cfg = config_number(10);
@@ -1145,6 +1169,7 @@ int main(int argc, char **argv) {
     RUN(calibrations_and_settings_are_saved);
     RUN(memory_of_the_past_is_no_fault);
     RUN(other_caches_are_refused);
+    RUN(tables_of_other_formats_are_refused);
     RUN(meters_of_other_sizes_are_refused);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(lists_of_states_grow_while_they_are_placed);

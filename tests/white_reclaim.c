@@ -95,6 +95,211 @@ TEST(a_block_that_stays_is_demanded_again) {
     tkv_destroy(kv);
 }
 
+/* A demand of more bytes than there are addresses is the largest number. So it fits into no budget. */
+TEST(a_demand_beyond_all_addresses) {
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
+    const tkvi_request none = tkvi_no_request();
+    tkvi_demand demand = none.fixed;
+    tkv_cache *kv = create_cache(&cfg);
+    CHECK_EQ(append_layers(kv, 0, 100), TKV_OK);
+    CHECK_EQ(tkvi_bytes_for_demand(kv, &none, &demand), kv->heap.held);
+    demand.bytes = 1000;
+    CHECK_EQ(tkvi_bytes_for_demand(kv, &none, &demand), kv->heap.held + 1000);
+    demand.bytes = (size_t)-1;
+    CHECK(tkvi_bytes_for_demand(kv, &none, &demand) == (size_t)-1);
+    demand.bytes = 0;
+    demand.slots[0] = (int64_t)1 << 60;
+    CHECK(tkvi_bytes_for_demand(kv, &none, &demand) == (size_t)-1);
+    tkv_destroy(kv);
+}
+
+static tkv_config stale_config(tkv_level *level, tkv_format_pair warm, tkv_format_pair archive) {
+    tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 3, CHUNK);
+    memset(level, 0, sizeof *level);
+    level->hot_tokens = BLOCK;
+    level->warm_tokens = BLOCK / 2;
+    level->warm = warm;
+    level->archive = archive;
+    cfg.budget.ladder = level;
+    cfg.budget.n_levels = 1;
+    cfg.budget.bytes = 8000000;
+    return cfg;
+}
+
+/* A shared block stays as its hottest holder has it. When that one leaves, the block is late: it is recoded before
+ * others, unless its format needs a table that is not there. */
+TEST(late_blocks_are_recoded_first) {
+    int needs_table;
+    for (needs_table = 0; needs_table < 2; needs_table++) {
+        tkv_level level;
+        tkv_config cfg =
+            stale_config(&level, pair_of(TKV_KIVI4, TKV_KIVI4),
+                         needs_table ? pair_of(TKV_A20, TKV_R20) : pair_of(TKV_KIVI2, TKV_KIVI2));
+        tkv_cache *kv = create_cache(&cfg);
+        tkvi_stale stale;
+        int n;
+        CHECK_EQ(append(kv, 0, 0, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        for (n = 0; n < 2; n++) CHECK_EQ(append(kv, 0, 0, 75), TKV_OK);
+        CHECK_EQ(tkvi_find_stale_in(kv, 0, 0, 1, &stale), 0); /* the due blocks are those of sequence 1 */
+        CHECK_EQ(kv->pool.n_late, 0);
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        CHECK(kv->pool.n_late > 0);
+        CHECK_EQ(tkvi_find_late(kv, 0, 0, 0), needs_table ? -1 : 1);
+        CHECK_EQ(tkvi_find_late(kv, 0, 0, 1), 1);
+        CHECK_EQ(tkvi_find_stale_in(kv, 0, 0, 1, &stale), 1);
+        CHECK_EQ(stale.i, 1);
+        CHECK_EQ(stale.tier, TKV_TIER_ARCHIVE);
+        while (tkvi_recode_oldest(kv, 0, 1)) continue;
+        CHECK_EQ(kv->pool.n_late, 0);
+        CHECK_EQ(tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[1])->tier, TKV_TIER_ARCHIVE);
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
+}
+
+/* A block that is due for the archive, and that another list has in the warm tier, waits for the table of the warm format. */
+TEST(shared_blocks_wait_for_the_table_of_the_other_list) {
+    tkv_level level;
+    tkv_config cfg = stale_config(&level, pair_of(TKV_A40, TKV_R40), pair_of(TKV_KIVI2, TKV_KIVI2));
+    tkv_cache *kv = create_cache(&cfg);
+    tkvi_stale stale;
+    int n;
+    for (n = 0; n < 2; n++) CHECK_EQ(append(kv, 0, 0, 75), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkvi_find_stale_in(kv, 1, 0, 1, &stale), 0); /* sequence 0 has them in the hot tier */
+    CHECK_EQ(tkvi_tier_at(tkvi_list_of(kv, 1, 0), 1), TKV_TIER_WARM);
+    for (n = 0; n < 2; n++) CHECK_EQ(append(kv, 0, 0, 45), TKV_OK);
+    CHECK_EQ(kv->tables.current_version[0], -1);
+    CHECK_EQ(tkvi_find_stale_in(kv, 0, 0, 1, &stale),
+             1); /* with a table it could be coded for the warm tier */
+    CHECK(stale.due == TKV_TIER_ARCHIVE && stale.tier == TKV_TIER_WARM);
+    n = stale.i;
+    CHECK_EQ(tkvi_find_stale_in(kv, 0, 0, 0, &stale), 0);
+    CHECK_EQ(tkvi_tier_at(tkvi_list_of(kv, 0, 0), n), TKV_TIER_ARCHIVE);
+    CHECK(tkvi_is_hot_layout(kv, 0, tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[n])->layout));
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* A block that must be recoded does not wait until enough tokens were seen: the first table is made from those that are
+ * there. */
+TEST(recoding_makes_the_first_table) {
+    tkv_level level;
+    tkv_config cfg = stale_config(&level, pair_of(TKV_A40, TKV_R40), pair_of(TKV_A20, TKV_R20));
+    tkv_cache *kv = create_cache(&cfg);
+    int n;
+    for (n = 0; n < 2; n++) CHECK_EQ(append(kv, 0, 0, 120), TKV_OK);
+    CHECK_EQ(kv->tables.current_version[0], -1);
+    CHECK_EQ(tkvi_recode_oldest(kv, 0, 0), 0);
+    CHECK_EQ(kv->counts.demoted, 0);
+    CHECK(tkvi_recode_oldest(kv, 0, 1) > 0);
+    CHECK_EQ(kv->counts.demoted, 1);
+    CHECK_EQ(kv->tables.current_version[0], 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* Coding the blocks of a version again needs a slot. Without it they keep their version. */
+TEST(a_version_stays_without_memory) {
+    tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 1, CHUNK);
+    counting_allocator memory;
+    tkv_cache *kv;
+    int n, i, was, n_left = 0;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A30, TKV_R30);
+    cfg.host.allocator = counting_allocator_of(&memory);
+    kv = create_cache(&cfg);
+    for (n = 0; n < 12; n++) CHECK_EQ(append(kv, 0, 0, 100), TKV_OK);
+    was = kv->tables.current_version[0] - 1;
+    REQUIRE(was >= 0);
+    for (n = 0; n < 100; n++) { /* until a block needs a new page */
+        const int layout = tkvi_layout_of(&kv->tables, 0, TKV_TIER_WARM);
+        if (!tkvi_has_slot(&kv->pool, kv->tables.layout[layout].size_class)) break;
+        CHECK_EQ(append(kv, 0, 0, 10), TKV_OK);
+        was = kv->tables.current_version[0] - 1;
+    }
+    CHECK(n < 100);
+    memory.fail_at = 1;
+    CHECK_EQ(tkvi_recode_version(kv, 0, was), 0);
+    memory.fail_at = 0;
+    for (i = 0; i < tkvi_list_of(kv, 0, 0)->n; i++)
+        n_left += tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[i])->layout) == was;
+    CHECK(n_left > 0);
+    CHECK_EQ(tkvi_recode_version(kv, 0, was), 1);
+    for (i = 0, n = 0; i < tkvi_list_of(kv, 0, 0)->n; i++)
+        n += tkvi_version_of(kv, tkvi_block_of(kv, tkvi_ids(kv, 0, 0)[i])->layout) == was;
+    CHECK_EQ(n, 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* The keys that a row sees, counted one by one: within its window, or named sinks beyond it. */
+TEST(rows_count_the_keys_that_they_see) {
+    enum { N = 400, WINDOW = 150 };
+    tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 1, CHUNK);
+    static const int named[] = {9, 70, 230, 390};
+    uint64_t victims[7] = {0};
+    uint8_t tiers[N];
+    tkvi_tile_view v;
+    tkv_cache *kv;
+    int i, sees_sinks, row;
+    cfg.model.window = WINDOW;
+    cfg.model.window_sinks = 1;
+    cfg.evict.policy = TKV_EVICT_SCISSORHANDS;
+    kv = create_cache(&cfg);
+    for (i = 0; i < N; i += 100) {
+        CHECK_EQ(append(kv, 0, 0, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_set_sinks(kv, 0, named[i / 100], 1, 1), TKV_OK);
+    }
+    for (i = 301; i < 360; i += 3) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, 0, victims, N), TKV_OK);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 0, N, tiers), TKV_OK);
+    memset(&v, 0, sizeof v);
+    v.kv = kv;
+    v.list = tkvi_list_of(kv, 0, 0);
+    v.ids = tkvi_ids(kv, 0, 0);
+    v.rows = 1;
+    v.sight.window = WINDOW;
+    v.sight.sinks = v.list->sinks;
+    for (sees_sinks = 0; sees_sinks < 2; sees_sinks++)
+        for (row = N - 100; row < N; row += 33) {
+            int n = 0;
+            v.sight.sees_sinks = sees_sinks;
+            v.sight.first_query = v.index[0] = v.position[0] = row;
+            v.end[0] = row + 1;
+            for (i = 0; i <= row; i++) {
+                const int is_named = i == named[0] || i == named[1] || i == named[2] || i == named[3];
+                n += tiers[i] != TKV_TOKEN_GONE && (i > row - WINDOW || i < 4 || (is_named && sees_sinks));
+            }
+            CHECK_MSG(tkvi_keys_seen(&v, 0) == n, "row %d: %d keys, and %d", row, tkvi_keys_seen(&v, 0), n);
+        }
+    tkv_destroy(kv);
+}
+
+/* The next eviction: when the layer has its share, or under a budget when an append needs a block, if that is sooner. */
+TEST(evictions_are_forecast) {
+    static const int lengths[] = {100, 296}; /* 64 divides neither; the second one is close to the share */
+    int i, has_budget;
+    for (i = 0; i < COUNT(lengths); i++) {
+        int evict_len[2];
+        for (has_budget = 0; has_budget < 2; has_budget++) {
+            tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 1, 300);
+            tkv_cache *kv;
+            cfg.evict.policy = TKV_EVICT_TOVA;
+            cfg.evict.keep_tokens = 300;
+            if (has_budget) cfg.budget.bytes = 8000000;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append(kv, 0, 0, 40), TKV_OK);
+            CHECK_EQ(append(kv, 0, 0, lengths[i] / 2 - 40), TKV_OK);
+            CHECK_EQ(append(kv, 0, 0, lengths[i] / 2), TKV_OK);
+            evict_len[has_budget] = tkvi_list_of(kv, 0, 0)->evict_len;
+            tkv_destroy(kv);
+        }
+        CHECK_LE(300, evict_len[0]);
+        CHECK_EQ(evict_len[1], tkvi_min(evict_len[0], (lengths[i] + BLOCK - 1) / BLOCK * BLOCK));
+    }
+}
+
 TEST(pins_of_evicted_tokens_keep_nothing) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     uint64_t victim_mask[8], live_mask[8];
@@ -329,6 +534,13 @@ int main(int argc, char **argv) {
     RUN(no_block_is_larger_than_a_newer_one);
     RUN(tokens_open_no_more_blocks_than_they_fill);
     RUN(a_block_that_stays_is_demanded_again);
+    RUN(a_demand_beyond_all_addresses);
+    RUN(late_blocks_are_recoded_first);
+    RUN(shared_blocks_wait_for_the_table_of_the_other_list);
+    RUN(recoding_makes_the_first_table);
+    RUN(a_version_stays_without_memory);
+    RUN(rows_count_the_keys_that_they_see);
+    RUN(evictions_are_forecast);
     RUN(pins_of_evicted_tokens_keep_nothing);
     RUN(stale_records_are_refused);
     RUN(scores_allocate_what_they_need);
