@@ -10314,7 +10314,8 @@ TKVI_FLAT void tkvi_ahead(const uint8_t *p, int n, uintptr_t ahead) {
 #define tkvi_vi_first(n, x, y) TKVI_N(first)(n, x, y) /* x in lanes i with i < n, else y */
 #define tkvi_vi_select(mask, x, y)                                                                           \
     tkvi_vi_of_bits(tkvi_vf_select(mask, tkvi_vf_of_bits(x), tkvi_vf_of_bits(y)))
-#define tkvi_vi_load_i8(p, n) TKVI_N(load_signed)(p, n) /* signed bytes; the first n, the others are 0 */
+#define tkvi_vi_load_i8(p) TKVI_MM(cvtepi8_epi32)(tkvi_load_quarter(p)) /* signed bytes */
+#define tkvi_vi_load_first_i8(p, n) TKVI_N(load_first_i8)(p, n) /* of the first n < TKVI_VF; 0 elsewhere */
 #define tkvi_vi_load_u8(p) TKVI_MM(cvtepu8_epi32)(tkvi_load_quarter(p))
 #define tkvi_vi_store_u8(p, v) tkvi_store_weights_avx2((int8_t *)(p), v, 0) /* 16 lanes as bytes */
 #define tkvi_vi_look_up8(table, x) TKVI_N(look_up8)(table, x)
@@ -10480,9 +10481,8 @@ TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
     else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_first_i8_avx2(const uint8_t *p, int n) {
     uint8_t first[8] = {0};
-    if (n >= 8) return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(p));
     if (n == 4) return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(tkvi_load_int_x86(p)));
     memcpy(first, p, (size_t)n);
     return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(first));
@@ -10762,7 +10762,7 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
 
 /* Mask of the first n of 16 lanes. n can be any number. */
 TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
-    return (__mmask16)(n >= 16 ? 0xffff : n < 0 ? 0 : (1 << n) - 1);
+    return (__mmask16)((1 << tkvi_max(0, tkvi_min(n, 16))) - 1);
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(int n, __m512i x, __m512i y) {
@@ -10774,7 +10774,7 @@ TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
     _mm512_mask_storeu_ps(to, tkvi_lane_mask_avx512(n), x);
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
+TKVI_FLAT_AVX512 __m512i tkvi_load_first_i8_avx512(const uint8_t *p, int n) {
     return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(tkvi_lane_mask_avx512(n), p));
 }
 
@@ -12251,7 +12251,7 @@ static void tkvi_sort_by_channel(const tkvi_side *s, float *x) {
  * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
  */
 /* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
+ * extracts a plane. For 3 bits `first` must be a constant. Tiles of 5 and 6 bits are loaded whole. */
 TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
                                int column, tkvi_vb *x) {
     int p;
@@ -12267,9 +12267,9 @@ TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count
         if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
     }
     if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 6) x[3] = tkvi_vb_right(x[2], 4);
     if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, 0, 4);
     if (width == 3 && first + count > 2) {
         const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
         x[2] = tkvi_vb_right_half(rest, column, 0, 3);
@@ -12277,27 +12277,30 @@ TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count
     }
 }
 
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+/* The bits at `from` of each byte, moved to bit 0. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int bits) {
+    return tkvi_vb_and(tkvi_vb_right(x, from), tkvi_vb_splat((1 << bits) - 1));
+}
+
+/* The same, moved to bit 4. from: 0 .. 4 */
+TKVI_OP tkvi_vb TKVI_N(upper_field)(tkvi_vb x, const int from, const int bits) {
+    return tkvi_vb_and(tkvi_vb_left(x, 4 - from), tkvi_vb_splat(((1 << bits) - 1) << 4));
 }
 
 /* Codes of plane first + p of a tile that load_tile loaded. */
 TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
     tkvi_vb c;
     if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 1) return TKVI_N(field)(x[2], p, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 2);
     if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+        const int plane = first + p; /* the last one has its upper bit elsewhere */
+        if (plane < 3) return TKVI_N(field)(x[plane / 2 * 2], plane % 2 * 3, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
     }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(upper_field)(x[2], p, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(upper_field)(x[2 + p / 2], p % 2 * 2, 2));
     return c;
 }
 
@@ -12316,7 +12319,10 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
     else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
     else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
+    else if (width == 1) TKVI_N(unpack_codes)(1, tile, code);
+    else if (width == 5) TKVI_N(unpack_codes)(5, tile, code);
+    else if (width == 6) TKVI_N(unpack_codes)(6, tile, code);
+    else TKVI_N(unpack_codes)(8, tile, code);
 }
 /* ======== kernels/avx2.h ======== */
 /* ======== kernels/rotate.inc ======== */
@@ -12605,8 +12611,8 @@ TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, 
     for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
         const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
         for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
-                                                         : tkvi_vi_load_u8(level + c));
+            const tkvi_vf x =
+                tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c) : tkvi_vi_load_u8(level + c));
             tkvi_vf_store_first(to + c,
                                 k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
                                   : tkvi_vf_madd(x, by, plus),
@@ -12739,10 +12745,8 @@ TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, f
     }
 }
 
-/* Zero points of the first `left` lanes. */
-TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
-                                    int middle, int left) {
-    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, tkvi_vi offset, tkvi_vf mean, float unit, int middle) {
+    const tkvi_vi by = tkvi_vi_sub(offset, tkvi_vi_splat(middle));
     return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
 }
 
@@ -12750,12 +12754,13 @@ TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *
                                             float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
-        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
-                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), tkvi_vi_load_i8(offset + i),
+                                                   tkvi_vf_load(mean + i), unit, middle));
     if (i < n)
         tkvi_vf_store_first(dst + i,
-                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
-                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i),
+                                                tkvi_vi_load_first_i8(offset + i, n - i),
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle),
                             n - i);
 }
 /* ======== kernels/avx2.h ======== */
@@ -13740,7 +13745,7 @@ TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
 TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
                                     const int h) {
     if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h));
     return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
 }
 
@@ -14622,7 +14627,7 @@ TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_prod
 /* Values of the outlier at positions c .. c + TKVI_VF - 1, less the reference. */
 TKVI_OP tkvi_vf TKVI_N(load_outlier)(const tkvi_outlier *o, tkvi_vf half_step, const float *mean,
                                      const float *ref, int c) {
-    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c, TKVI_VF), tkvi_vi_splat(-2));
+    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c), tkvi_vi_splat(-2));
     const tkvi_vf zero = tkvi_vf_sub(tkvi_vf_load(mean + c), tkvi_vf_load(ref + c));
     return tkvi_vf_madd(tkvi_vi_to_float(code), half_step, zero);
 }
@@ -15796,7 +15801,7 @@ static const tkvi_kernels TKVI_N(kernels) = {
  * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
  */
 /* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
+ * extracts a plane. For 3 bits `first` must be a constant. Tiles of 5 and 6 bits are loaded whole. */
 TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
                                int column, tkvi_vb *x) {
     int p;
@@ -15812,9 +15817,9 @@ TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count
         if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
     }
     if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 6) x[3] = tkvi_vb_right(x[2], 4);
     if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, 0, 4);
     if (width == 3 && first + count > 2) {
         const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
         x[2] = tkvi_vb_right_half(rest, column, 0, 3);
@@ -15822,27 +15827,30 @@ TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count
     }
 }
 
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+/* The bits at `from` of each byte, moved to bit 0. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int bits) {
+    return tkvi_vb_and(tkvi_vb_right(x, from), tkvi_vb_splat((1 << bits) - 1));
+}
+
+/* The same, moved to bit 4. from: 0 .. 4 */
+TKVI_OP tkvi_vb TKVI_N(upper_field)(tkvi_vb x, const int from, const int bits) {
+    return tkvi_vb_and(tkvi_vb_left(x, 4 - from), tkvi_vb_splat(((1 << bits) - 1) << 4));
 }
 
 /* Codes of plane first + p of a tile that load_tile loaded. */
 TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
     tkvi_vb c;
     if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 1) return TKVI_N(field)(x[2], p, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 2);
     if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+        const int plane = first + p; /* the last one has its upper bit elsewhere */
+        if (plane < 3) return TKVI_N(field)(x[plane / 2 * 2], plane % 2 * 3, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
     }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(upper_field)(x[2], p, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(upper_field)(x[2 + p / 2], p % 2 * 2, 2));
     return c;
 }
 
@@ -15861,7 +15869,10 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
     else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
     else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
+    else if (width == 1) TKVI_N(unpack_codes)(1, tile, code);
+    else if (width == 5) TKVI_N(unpack_codes)(5, tile, code);
+    else if (width == 6) TKVI_N(unpack_codes)(6, tile, code);
+    else TKVI_N(unpack_codes)(8, tile, code);
 }
 /* ======== kernels/avx512.h ======== */
 /* ======== kernels/rotate.inc ======== */
@@ -16150,8 +16161,8 @@ TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, 
     for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
         const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
         for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
-                                                         : tkvi_vi_load_u8(level + c));
+            const tkvi_vf x =
+                tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c) : tkvi_vi_load_u8(level + c));
             tkvi_vf_store_first(to + c,
                                 k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
                                   : tkvi_vf_madd(x, by, plus),
@@ -16284,10 +16295,8 @@ TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, f
     }
 }
 
-/* Zero points of the first `left` lanes. */
-TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
-                                    int middle, int left) {
-    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, tkvi_vi offset, tkvi_vf mean, float unit, int middle) {
+    const tkvi_vi by = tkvi_vi_sub(offset, tkvi_vi_splat(middle));
     return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
 }
 
@@ -16295,12 +16304,13 @@ TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *
                                             float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
-        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
-                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), tkvi_vi_load_i8(offset + i),
+                                                   tkvi_vf_load(mean + i), unit, middle));
     if (i < n)
         tkvi_vf_store_first(dst + i,
-                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
-                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i),
+                                                tkvi_vi_load_first_i8(offset + i, n - i),
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle),
                             n - i);
 }
 /* ======== kernels/avx512.h ======== */
@@ -16990,7 +17000,7 @@ TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
 TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
                                     const int h) {
     if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h));
     return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
 }
 
@@ -17872,7 +17882,7 @@ TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_prod
 /* Values of the outlier at positions c .. c + TKVI_VF - 1, less the reference. */
 TKVI_OP tkvi_vf TKVI_N(load_outlier)(const tkvi_outlier *o, tkvi_vf half_step, const float *mean,
                                      const float *ref, int c) {
-    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c, TKVI_VF), tkvi_vi_splat(-2));
+    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c), tkvi_vi_splat(-2));
     const tkvi_vf zero = tkvi_vf_sub(tkvi_vf_load(mean + c), tkvi_vf_load(ref + c));
     return tkvi_vf_madd(tkvi_vi_to_float(code), half_step, zero);
 }
@@ -19060,9 +19070,9 @@ TKVI_OP void tkvi_vf_store_first(float *p, tkvi_vf y, int n) {
     for (i = 0; i < n && n < 4; i++) p[i] = x[i];
 }
 
-TKVI_OP tkvi_vi tkvi_vi_load_i8(const uint8_t *p, int n) {
+#define tkvi_vi_load_i8(p) tkvi_load_bytes4_128(p)
+TKVI_OP tkvi_vi tkvi_vi_load_first_i8(const uint8_t *p, int n) {
     uint8_t first[4] = {0};
-    if (n >= 4) return tkvi_load_bytes4_128(p);
     memcpy(first, p, (size_t)n);
     return tkvi_load_bytes4_128(first);
 }
@@ -19082,7 +19092,7 @@ TKVI_OP void tkvi_vi_sum4(int32_t *to, const tkvi_vi *v) {
  * kernels/codes.inc - a template: from the bytes of a tile (core/tile.h) to vectors of codes.
  */
 /* Loads the packed codes of planes first .. first + count - 1. `at` is byte `column` of the tile. tkvi_plane then
- * extracts a plane. Only for 3 bits `first` must be a constant. */
+ * extracts a plane. For 3 bits `first` must be a constant. Tiles of 5 and 6 bits are loaded whole. */
 TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count, const uint8_t *at,
                                int column, tkvi_vb *x) {
     int p;
@@ -19098,9 +19108,9 @@ TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count
         if (width == 2 && count < 4) x[0] = tkvi_vb_right(x[0], 2 * first);
     }
     if (width == 6) x[2] = tkvi_vb_load(at + 128);
-    if (width == 6 && count < 4) x[2] = tkvi_vb_right(x[2], 2 * first);
+    if (width == 6) x[3] = tkvi_vb_right(x[2], 4);
     if (width == 1) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at, column), column, first, 4);
-    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, first, 4);
+    if (width == 5) x[2] = tkvi_vb_right_half(tkvi_vb_tail(at + 128, column), column, 0, 4);
     if (width == 3 && first + count > 2) {
         const tkvi_vb rest = tkvi_vb_tail(at + 64, column);
         x[2] = tkvi_vb_right_half(rest, column, 0, 3);
@@ -19108,27 +19118,30 @@ TKVI_OP void TKVI_N(load_tile)(const int width, const int first, const int count
     }
 }
 
-/* Moves the bits at `from` of each byte to `to`, and clears the others. */
-TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int to, const int bits) {
-    if (from > to) x = tkvi_vb_right(x, from - to);
-    if (to > from) x = tkvi_vb_left(x, to - from);
-    return tkvi_vb_and(x, tkvi_vb_splat(((1 << bits) - 1) << to));
+/* The bits at `from` of each byte, moved to bit 0. */
+TKVI_OP tkvi_vb TKVI_N(field)(tkvi_vb x, const int from, const int bits) {
+    return tkvi_vb_and(tkvi_vb_right(x, from), tkvi_vb_splat((1 << bits) - 1));
+}
+
+/* The same, moved to bit 4. from: 0 .. 4 */
+TKVI_OP tkvi_vb TKVI_N(upper_field)(tkvi_vb x, const int from, const int bits) {
+    return tkvi_vb_and(tkvi_vb_left(x, 4 - from), tkvi_vb_splat(((1 << bits) - 1) << 4));
 }
 
 /* Codes of plane first + p of a tile that load_tile loaded. */
 TKVI_OP tkvi_vb TKVI_N(plane)(const int width, const int first, const int p, const tkvi_vb *x) {
     tkvi_vb c;
     if (width == 8) return x[p];
-    if (width == 1) return TKVI_N(field)(x[2], p, 0, 1);
-    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 0, 2);
+    if (width == 1) return TKVI_N(field)(x[2], p, 1);
+    if (width == 2) return TKVI_N(field)(x[0], 2 * p, 2);
     if (width == 3) {
-        if (first + p < 2) return TKVI_N(field)(x[0], 3 * (first + p), 0, 3);
-        if (first + p == 2) return TKVI_N(field)(x[2], 0, 0, 3);
-        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 0, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
+        const int plane = first + p; /* the last one has its upper bit elsewhere */
+        if (plane < 3) return TKVI_N(field)(x[plane / 2 * 2], plane % 2 * 3, 3);
+        return tkvi_vb_or(TKVI_N(field)(x[0], 6, 2), tkvi_vb_and(x[3], tkvi_vb_splat(4)));
     }
-    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 0, 4);
-    if (width == 5) c = tkvi_vb_or(c, TKVI_N(field)(x[2], p, 4, 1));
-    if (width == 6) c = tkvi_vb_or(c, TKVI_N(field)(x[2], 2 * p, 4, 2));
+    c = TKVI_N(field)(x[p / 2], p % 2 * 4, 4);
+    if (width == 5) c = tkvi_vb_or(c, TKVI_N(upper_field)(x[2], p, 1));
+    if (width == 6) c = tkvi_vb_or(c, TKVI_N(upper_field)(x[2 + p / 2], p % 2 * 2, 2));
     return c;
 }
 
@@ -19147,7 +19160,10 @@ TKVI_KERNEL void TKVI_N(unpack_tile)(const uint8_t *tile, int width, uint8_t *co
     if (width == 4) TKVI_N(unpack_codes)(4, tile, code);
     else if (width == 3) TKVI_N(unpack_codes)(3, tile, code);
     else if (width == 2) TKVI_N(unpack_codes)(2, tile, code);
-    else TKVI_N(unpack_codes)(width, tile, code);
+    else if (width == 1) TKVI_N(unpack_codes)(1, tile, code);
+    else if (width == 5) TKVI_N(unpack_codes)(5, tile, code);
+    else if (width == 6) TKVI_N(unpack_codes)(6, tile, code);
+    else TKVI_N(unpack_codes)(8, tile, code);
 }
 /* ======== kernels/vectors_128.h ======== */
 /* ======== kernels/convert.inc ======== */
@@ -19203,10 +19219,8 @@ TKVI_KERNEL void TKVI_N(decode_log_scales)(const uint8_t *src, int n, int top, f
     }
 }
 
-/* Zero points of the first `left` lanes. */
-TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, const uint8_t *offset, tkvi_vf mean, float unit,
-                                    int middle, int left) {
-    const tkvi_vi by = tkvi_vi_sub(tkvi_vi_load_i8(offset, left), tkvi_vi_splat(middle));
+TKVI_OP tkvi_vf TKVI_N(zero_points)(tkvi_vf scale, tkvi_vi offset, tkvi_vf mean, float unit, int middle) {
+    const tkvi_vi by = tkvi_vi_sub(offset, tkvi_vi_splat(middle));
     return tkvi_vf_madd(tkvi_vf_mul(scale, tkvi_vf_splat(unit)), tkvi_vi_to_float(by), mean);
 }
 
@@ -19214,12 +19228,13 @@ TKVI_KERNEL void TKVI_N(decode_zero_points)(const uint8_t *offset, const float *
                                             float unit, int middle, int n, float *dst) {
     int i;
     for (i = 0; i + TKVI_VF <= n; i += TKVI_VF)
-        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), offset + i,
-                                                   tkvi_vf_load(mean + i), unit, middle, TKVI_VF));
+        tkvi_vf_store(dst + i, TKVI_N(zero_points)(tkvi_vf_load(scale + i), tkvi_vi_load_i8(offset + i),
+                                                   tkvi_vf_load(mean + i), unit, middle));
     if (i < n)
         tkvi_vf_store_first(dst + i,
-                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i), offset + i,
-                                                tkvi_vf_load_first(mean + i, n - i), unit, middle, n - i),
+                            TKVI_N(zero_points)(tkvi_vf_load_first(scale + i, n - i),
+                                                tkvi_vi_load_first_i8(offset + i, n - i),
+                                                tkvi_vf_load_first(mean + i, n - i), unit, middle),
                             n - i);
 }
 /* ======== kernels/vectors_128.h ======== */
@@ -19509,8 +19524,8 @@ TKVI_OP void TKVI_N(levels_to_floats)(const tkvi_side *s, const uint8_t *level, 
     for (c = 0; c < s->dim; scale += TKVI_BLOCK, zero += TKVI_BLOCK) {
         const tkvi_vf by = tkvi_vf_splat(*scale), plus = tkvi_vf_splat(*zero);
         for (end = k ? s->dim : tkvi_min(s->dim, c + s->group); c < end; c += TKVI_VF) {
-            const tkvi_vf x = tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c, TKVI_VF)
-                                                         : tkvi_vi_load_u8(level + c));
+            const tkvi_vf x =
+                tkvi_vi_to_float(with_sign ? tkvi_vi_load_i8(level + c) : tkvi_vi_load_u8(level + c));
             tkvi_vf_store_first(to + c,
                                 k ? tkvi_vf_madd(x, tkvi_vf_load(scale + c), tkvi_vf_load(zero + c))
                                   : tkvi_vf_madd(x, by, plus),
@@ -20571,7 +20586,7 @@ TKVI_OP tkvi_vf TKVI_N(e5m2)(tkvi_vi code) {
 TKVI_OP tkvi_vf TKVI_N(load_levels)(const float *level, const tkvi_code_kind kind, int bits, const uint8_t *p,
                                     const int h) {
     if (kind == TKVI_CODES_TABLE) return tkvi_vf_load_table(level, p, h, bits);
-    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h, TKVI_VF));
+    if (kind == TKVI_CODES_INT8) return tkvi_vi_to_float(tkvi_vi_load_i8(p + h));
     return kind == TKVI_CODES_E4M3 ? tkvi_vf_load_e4m3(p + h) : TKVI_N(e5m2)(tkvi_vi_load_u8(p + h));
 }
 
@@ -21453,7 +21468,7 @@ TKVI_KERNEL void TKVI_N(part_k)(const tkvi_side *s, tkvi_fold_args *a, tkvi_prod
 /* Values of the outlier at positions c .. c + TKVI_VF - 1, less the reference. */
 TKVI_OP tkvi_vf TKVI_N(load_outlier)(const tkvi_outlier *o, tkvi_vf half_step, const float *mean,
                                      const float *ref, int c) {
-    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c, TKVI_VF), tkvi_vi_splat(-2));
+    const tkvi_vi code = tkvi_vi_and(tkvi_vi_load_i8(o->row + c), tkvi_vi_splat(-2));
     const tkvi_vf zero = tkvi_vf_sub(tkvi_vf_load(mean + c), tkvi_vf_load(ref + c));
     return tkvi_vf_madd(tkvi_vi_to_float(code), half_step, zero);
 }

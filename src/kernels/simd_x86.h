@@ -90,7 +90,8 @@
 #define tkvi_vi_first(n, x, y) TKVI_N(first)(n, x, y) /* x in lanes i with i < n, else y */
 #define tkvi_vi_select(mask, x, y)                                                                           \
     tkvi_vi_of_bits(tkvi_vf_select(mask, tkvi_vf_of_bits(x), tkvi_vf_of_bits(y)))
-#define tkvi_vi_load_i8(p, n) TKVI_N(load_signed)(p, n) /* signed bytes; the first n, the others are 0 */
+#define tkvi_vi_load_i8(p) TKVI_MM(cvtepi8_epi32)(tkvi_load_quarter(p)) /* signed bytes */
+#define tkvi_vi_load_first_i8(p, n) TKVI_N(load_first_i8)(p, n) /* of the first n < TKVI_VF; 0 elsewhere */
 #define tkvi_vi_load_u8(p) TKVI_MM(cvtepu8_epi32)(tkvi_load_quarter(p))
 #define tkvi_vi_store_u8(p, v) tkvi_store_weights_avx2((int8_t *)(p), v, 0) /* 16 lanes as bytes */
 #define tkvi_vi_look_up8(table, x) TKVI_N(look_up8)(table, x)
@@ -256,9 +257,8 @@ TKVI_FLAT_AVX2 void tkvi_store_first_avx2(float *to, __m256 x, int n) {
     else _mm256_maskstore_ps(to, tkvi_lane_mask_avx2(n), x);
 }
 
-TKVI_FLAT_AVX2 __m256i tkvi_load_signed_avx2(const uint8_t *p, int n) {
+TKVI_FLAT_AVX2 __m256i tkvi_load_first_i8_avx2(const uint8_t *p, int n) {
     uint8_t first[8] = {0};
-    if (n >= 8) return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(p));
     if (n == 4) return _mm256_cvtepi8_epi32(_mm_cvtsi32_si128(tkvi_load_int_x86(p)));
     memcpy(first, p, (size_t)n);
     return _mm256_cvtepi8_epi32(tkvi_load_bytes8_avx2(first));
@@ -538,7 +538,7 @@ TKVI_FLAT_AVX512 __m128i tkvi_isum4_avx512(const __m512i *a) {
 
 /* Mask of the first n of 16 lanes. n can be any number. */
 TKVI_FLAT_AVX512 __mmask16 tkvi_lane_mask_avx512(int n) {
-    return (__mmask16)(n >= 16 ? 0xffff : n < 0 ? 0 : (1 << n) - 1);
+    return (__mmask16)((1 << tkvi_max(0, tkvi_min(n, 16))) - 1);
 }
 
 TKVI_FLAT_AVX512 __m512i tkvi_first_avx512(int n, __m512i x, __m512i y) {
@@ -550,7 +550,7 @@ TKVI_FLAT_AVX512 void tkvi_store_first_avx512(float *to, __m512 x, int n) {
     _mm512_mask_storeu_ps(to, tkvi_lane_mask_avx512(n), x);
 }
 
-TKVI_FLAT_AVX512 __m512i tkvi_load_signed_avx512(const uint8_t *p, int n) {
+TKVI_FLAT_AVX512 __m512i tkvi_load_first_i8_avx512(const uint8_t *p, int n) {
     return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(tkvi_lane_mask_avx512(n), p));
 }
 
