@@ -5626,6 +5626,7 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int head_dim, int
     memset(rope, 0, sizeof *rope);
     memset(memory, 0, tkvi_rope_bytes(r, with_rows));
     rope->pairs = r->dim / 2;
+    TKVI_ASSERT(rope->pairs > 0);
     rope->first = r->first;
     rope->row = tkvi_round_up(rope->pairs, 16);
     rope->lanes = tkvi_rope_lanes(r, head_dim);
@@ -6165,7 +6166,8 @@ TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc,
     var = tkvi_covariance(g->n, g->sum_u, g->sum_u, g->sum_uu);
     var_c = tkvi_covariance(g->n, sum_c, sum_c, sum_cc);
     cov = tkvi_covariance(g->n, sum_c, g->sum_u, sum_cu);
-    if (!(var > 0.0f && var_c > 0.0f && cov > 0.0f)) return;
+    if (!(var_c > 0.0f)) return;
+    TKVI_ASSERT(var > 0.0f && cov > 0.0f); /* codes rise with values, and the ends of the range differ */
     scale = unbiased ? tkvi_f32(var / cov) : sqrtf(tkvi_f32(var / var_c));
     half = tkvi_f32_to_f16(tkvi_product(scale, g->step));
     scale = tkvi_f16_to_f32(half);
@@ -6174,7 +6176,7 @@ TKVI_FN void tkvi_moments_of(const tkvi_group *g, int64_t sum_c, int64_t sum_cc,
     zero = tkvi_f32(mean - tkvi_product(scale, tkvi_f32((float)sum_c / (float)g->n)));
     off = tkvi_f32(tkvi_f16_to_f32(tkvi_f32_to_f16(zero)) - zero);
     off = off < 0.0f ? -off : off;
-    if (off > 0.25f * scale || !(scale > 0.0f)) return;
+    if (!(scale > 0.0f && off <= 0.25f * scale)) return;
     tkvi_store16(scale_at, half);
     tkvi_store16(zero_at, tkvi_f32_to_f16(zero + 0.0f));
 }
@@ -6593,7 +6595,7 @@ typedef struct tkvi_family {
 /* The RoPE that a family undoes under these options, or NULL. rope: that of the model, or NULL. */
 static const tkvi_rope *tkvi_undone_rope(const tkvi_family *f, const tkv_format_options *o,
                                          const tkvi_rope *rope) {
-    return rope && rope->pairs && f->undoes_rope && f->undoes_rope(o) ? rope : NULL;
+    return rope && f->undoes_rope && f->undoes_rope(o) ? rope : NULL;
 }
 
 #define TKVI_LEARNS_NOTHING NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL
@@ -8525,18 +8527,16 @@ typedef struct tkvi_kvquant_ranges {
     float own[2][TKV_MAX_HEAD_DIM];
 } tkvi_kvquant_ranges;
 
-/* Returns 0 if the layer has no table. */
-static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
+static void tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
     const uint8_t *own = src + tkvi_kvquant_places(s).own;
     int c;
-    if (s->tabled && !s->head_state) return 0;
+    TKVI_ASSERT(!s->tabled || s->head_state); /* blocks wait for the table */
     r->radius = s->tabled ? (const float *)s->head_state : r->own[0];
     r->middle = s->tabled ? r->radius + s->dim : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
         r->own[0][c] = tkvi_f16_at(own + 2 * c);
         r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
-    return 1;
 }
 
 static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -8549,7 +8549,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
-    if (!tkvi_kvquant_ranges_of(s, dst, &r)) return;
+    tkvi_kvquant_ranges_of(s, dst, &r);
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
@@ -8667,13 +8667,10 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_kvquant_ranges r;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
-    int t, known = tkvi_kvquant_ranges_of(s, src, &r);
+    int t;
     if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
+    tkvi_kvquant_ranges_of(s, src, &r);
     for (t = first; t < first + n; t++, x += stride) {
-        if (!known) {
-            memset(x, 0, (size_t)s->dim * sizeof *x);
-            continue;
-        }
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
         tkvi_kvquant_outliers(s, src, t, x);
         if (s->rope) tkvi_rope_rotate(s->rope, start + t, 0, x);
@@ -9400,7 +9397,7 @@ static const char *tkvi_format_name(tkv_format f) {
 
 static tkv_format tkvi_format_from_name(const char *name) {
     int f;
-    for (f = 1; name && f < TKV_FORMAT_COUNT; f++)
+    for (f = 1; f < TKV_FORMAT_COUNT; f++)
         if (strcmp(name, tkvi_formats[f].name) == 0) return (tkv_format)f;
     return TKV_FORMAT_DEFAULT;
 }
@@ -11789,7 +11786,7 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
         load(r->codes + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
         return;
     }
-    (void)tkvi_kvquant_ranges_of(s, r->codes, &own);
+    tkvi_kvquant_ranges_of(s, r->codes, &own);
     memset(r->scale, 0, (size_t)s->pad * sizeof(float));
     memset(r->zero, 0, (size_t)s->pad * sizeof(float));
     memcpy(r->scale, own.radius, (size_t)s->dim * sizeof(float));
@@ -11806,8 +11803,7 @@ static int tkvi_reads_code_rows(const tkvi_side *s) {
         const int width = s->dim / s->groups;
         return width % 16 == 0 && (width & (width - 1)) == 0 && width * s->groups == s->dim;
     }
-    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS &&
-           (s->which == TKV_V || !s->tabled || s->head_state);
+    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS;
 }
 
 /* Prepares reading of a side that tkvi_reads_code_rows. */
@@ -13916,7 +13912,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_supported_rows)(const tkvi_side *s,
             if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
             else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
             for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
-            if (!s->rope || s->rope->pairs < 1) continue;
+            if (!s->rope) continue;
             TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
             TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
@@ -13946,7 +13942,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_k)(const tkvi_side *s, const uin
     TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], moved[TKVI_ROW_FLOATS];
     TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
-    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const tkvi_rope *rope = s->rope;
     const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
@@ -14234,7 +14230,7 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
 
 /* >>K. A pass takes TKVI_K_PLANES planes of a vector of each. */
 #define TKVI_K_PASSES (64 / TKVI_VB * 4 / TKVI_K_PLANES)
-#define TKVI_K_FIRST(pass) ((pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
+#define TKVI_K_FIRST(pass) (TKVI_K_PLANES == 4 ? 0 : (pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
 #define TKVI_K_COLUMN(pass) ((pass) % (64 / TKVI_VB) * TKVI_VB) /* first byte of a plane */
 #define TKVI_K_EACH_(X, r)                                                                                   \
     TKVI_TWO_(X, r)                                                                                          \
@@ -17171,7 +17167,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_supported_rows)(const tkvi_side *s,
             if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
             else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
             for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
-            if (!s->rope || s->rope->pairs < 1) continue;
+            if (!s->rope) continue;
             TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
             TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
@@ -17201,7 +17197,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_k)(const tkvi_side *s, const uin
     TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], moved[TKVI_ROW_FLOATS];
     TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
-    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const tkvi_rope *rope = s->rope;
     const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
@@ -17489,7 +17485,7 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
 
 /* >>K. A pass takes TKVI_K_PLANES planes of a vector of each. */
 #define TKVI_K_PASSES (64 / TKVI_VB * 4 / TKVI_K_PLANES)
-#define TKVI_K_FIRST(pass) ((pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
+#define TKVI_K_FIRST(pass) (TKVI_K_PLANES == 4 ? 0 : (pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
 #define TKVI_K_COLUMN(pass) ((pass) % (64 / TKVI_VB) * TKVI_VB) /* first byte of a plane */
 #define TKVI_K_EACH_(X, r)                                                                                   \
     TKVI_TWO_(X, r)                                                                                          \
@@ -20757,7 +20753,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(decode_supported_rows)(const tkvi_side *s,
             if (r.rotated) TKVI_N(rotate_row_back)(to, signs, s->dim, x);
             else if (!direct) memcpy(x, to, (size_t)s->dim * sizeof *x);
             for (c = 0; c < s->dim && r.means; c++) x[c] += means[c];
-            if (!s->rope || s->rope->pairs < 1) continue;
+            if (!s->rope) continue;
             TKVI_N(turn)(s->rope, tkvi_code_rows_start(&r) + t, cosine, sine);
             TKVI_N(turn_row)(s->rope, cosine, sine, x);
         }
@@ -20787,7 +20783,7 @@ TKVI_KERNEL TKVI_NOINLINE void TKVI_N(code_rows_k)(const tkvi_side *s, const uin
     TKVI_ALIGNED float x[TKVI_AT_ONCE_FLOATS], moved[TKVI_ROW_FLOATS];
     TKVI_ALIGNED float cosine[TKV_MAX_HEAD_DIM / 2], sine[2][TKV_MAX_HEAD_DIM / 2], signs[TKV_MAX_HEAD_DIM];
     const tkvi_side plain = TKVI_N(scratch_side)(s);
-    const tkvi_rope *rope = s->rope && s->rope->pairs > 0 ? s->rope : NULL;
+    const tkvi_rope *rope = s->rope;
     const int pad = s->pad, at_once = tkvi_tokens_at_once(pad);
     tkvi_code_rows r;
     int from, i, c;
@@ -21075,7 +21071,7 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
 
 /* >>K. A pass takes TKVI_K_PLANES planes of a vector of each. */
 #define TKVI_K_PASSES (64 / TKVI_VB * 4 / TKVI_K_PLANES)
-#define TKVI_K_FIRST(pass) ((pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
+#define TKVI_K_FIRST(pass) (TKVI_K_PLANES == 4 ? 0 : (pass) / (64 / TKVI_VB) * TKVI_K_PLANES)
 #define TKVI_K_COLUMN(pass) ((pass) % (64 / TKVI_VB) * TKVI_VB) /* first byte of a plane */
 #define TKVI_K_EACH_(X, r)                                                                                   \
     TKVI_TWO_(X, r)                                                                                          \
@@ -26806,7 +26802,7 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
 /* The probe of a KV head, or NULL. */
 static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int head) {
     int i;
-    for (i = 0; m && i < m->n; i++)
+    for (i = 0; i < m->n; i++)
         if (m->head_probe[i].layer == layer && m->head_probe[i].head == head) return &m->head_probe[i];
     return NULL;
 }
@@ -26834,7 +26830,8 @@ static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int st
         for (i = g->n - 1; i >= 0; i--)
             if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_head_probe_drop(g, i);
     }
-    if (number % g->stride || g->n == m->slots) return;
+    if (number % g->stride) return;
+    TKVI_ASSERT(g->n < m->slots);
     memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
     g->start[g->n++] = start;
 }
@@ -44090,20 +44087,19 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     tkvi_parser r;
     tkv_config any;
     const tkvi_row *row;
-    int group, index, last, other, from, to;
+    int group, index, from, to;
     memset(&any, 0, sizeof any);
     tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &any, text, size, NULL, 0);
     r.key.at = sentence;
-    while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
-    row = tkvi_find_row(&r, &group, &index, &last);
+    r.key.n = strcspn(sentence, " ");
+    row = tkvi_find_row(&r, &group, &index, &to);
     if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* .k or .v of a pair */
         r.key.n -= 2;
-        row = tkvi_find_row(&r, &group, &index, &last);
+        row = tkvi_find_row(&r, &group, &index, &to);
     }
     tkvi_rewind(&r);
     while (row && tkvi_next(&r) > 0)
-        if (tkvi_find_row(&r, &other, &from, &to) == row && other == group && from <= index && index <= to)
-            return r.key_line;
+        if (tkvi_find_row(&r, &group, &from, &to) == row && from <= index && index <= to) return r.key_line;
     return 0;
 }
 

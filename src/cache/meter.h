@@ -141,7 +141,7 @@ static tkvi_meter *tkvi_meter_build(const tkvi_derived_config *h, const tkvi_tab
 /* The probe of a KV head, or NULL. */
 static tkvi_head_probe *tkvi_head_probe_of(const tkvi_meter *m, int layer, int head) {
     int i;
-    for (i = 0; m && i < m->n; i++)
+    for (i = 0; i < m->n; i++)
         if (m->head_probe[i].layer == layer && m->head_probe[i].head == head) return &m->head_probe[i];
     return NULL;
 }
@@ -169,7 +169,8 @@ static void tkvi_head_probe_keep(const tkvi_meter *m, tkvi_head_probe *g, int st
         for (i = g->n - 1; i >= 0; i--)
             if (g->start[i] / TKVI_BLOCK % g->stride) tkvi_head_probe_drop(g, i);
     }
-    if (number % g->stride || g->n == m->slots) return;
+    if (number % g->stride) return;
+    TKVI_ASSERT(g->n < m->slots);
     memcpy(g->bytes + (size_t)g->slot[g->n] * m->record_bytes, record, bytes);
     g->start[g->n++] = start;
 }

@@ -54,7 +54,7 @@ typedef struct tkvi_family {
 /* The RoPE that a family undoes under these options, or NULL. rope: that of the model, or NULL. */
 static const tkvi_rope *tkvi_undone_rope(const tkvi_family *f, const tkv_format_options *o,
                                          const tkvi_rope *rope) {
-    return rope && rope->pairs && f->undoes_rope && f->undoes_rope(o) ? rope : NULL;
+    return rope && f->undoes_rope && f->undoes_rope(o) ? rope : NULL;
 }
 
 #define TKVI_LEARNS_NOTHING NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, NULL, NULL, NULL

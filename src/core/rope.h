@@ -155,6 +155,7 @@ static void tkvi_rope_make(tkvi_rope *rope, const tkv_rope *r, int head_dim, int
     memset(rope, 0, sizeof *rope);
     memset(memory, 0, tkvi_rope_bytes(r, with_rows));
     rope->pairs = r->dim / 2;
+    TKVI_ASSERT(rope->pairs > 0);
     rope->first = r->first;
     rope->row = tkvi_round_up(rope->pairs, 16);
     rope->lanes = tkvi_rope_lanes(r, head_dim);

@@ -170,7 +170,7 @@ static const char *tkvi_format_name(tkv_format f) {
 
 static tkv_format tkvi_format_from_name(const char *name) {
     int f;
-    for (f = 1; name && f < TKV_FORMAT_COUNT; f++)
+    for (f = 1; f < TKV_FORMAT_COUNT; f++)
         if (strcmp(name, tkvi_formats[f].name) == 0) return (tkv_format)f;
     return TKV_FORMAT_DEFAULT;
 }

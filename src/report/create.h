@@ -27,20 +27,19 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     tkvi_parser r;
     tkv_config any;
     const tkvi_row *row;
-    int group, index, last, other, from, to;
+    int group, index, from, to;
     memset(&any, 0, sizeof any);
     tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &any, text, size, NULL, 0);
     r.key.at = sentence;
-    while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
-    row = tkvi_find_row(&r, &group, &index, &last);
+    r.key.n = strcspn(sentence, " ");
+    row = tkvi_find_row(&r, &group, &index, &to);
     if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* .k or .v of a pair */
         r.key.n -= 2;
-        row = tkvi_find_row(&r, &group, &index, &last);
+        row = tkvi_find_row(&r, &group, &index, &to);
     }
     tkvi_rewind(&r);
     while (row && tkvi_next(&r) > 0)
-        if (tkvi_find_row(&r, &other, &from, &to) == row && other == group && from <= index && index <= to)
-            return r.key_line;
+        if (tkvi_find_row(&r, &group, &from, &to) == row && from <= index && index <= to) return r.key_line;
     return 0;
 }
 
