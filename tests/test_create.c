@@ -304,6 +304,10 @@ TEST(errors_name_their_line) {
                    "line 3: tiers.archive.k is");
     check_bad_text(HEAD "layers[0-2].no_cache = 2\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,
                    "line 3: layers[0].no_cache is 2; it must be 0 or 1");
+    check_bad_text(HEAD "layers[1-2].no_cache = 1\nlayers[0].no_cache = 2\nmodel.head_dim = 16\n", NULL,
+                   TKV_ERR_CONFIG, "line 4: layers[0].no_cache is 2; it must be 0 or 1");
+    check_bad_text(HEAD "layers[0-1].no_cache = 1\nlayers[2].no_cache = 2\nmodel.head_dim = 16\n", NULL,
+                   TKV_ERR_CONFIG, "line 4: layers[2].no_cache is 2; it must be 0 or 1");
     check_bad_text("model.head_dim = 16\n" HEAD "layers[1-2].hot.k = f16\n", NULL, TKV_ERR_CONFIG,
                    "line 4: ");
     check_bad_text(HEAD "layers[1].share_kv = 3\nmodel.head_dim = 16\n", NULL, TKV_ERR_CONFIG,

@@ -204,7 +204,21 @@ TEST(outliers_are_kept) {
     }
 }
 
-/* Zeros stay zero, and no value becomes NaN or infinite. */
+/* A codec of keys takes RoPE of the first channels only. Values are not rotated. */
+TEST(codecs_take_rope_of_the_first_channels) {
+    int side, post;
+    for (side = 0; side < 2; side++)
+        for (post = 0; post < 2; post++) {
+            tkv_codec c = make_codec(TKV_KVQUANT4, side, 32);
+            const size_t n = tkv_get_block_bytes(&c);
+            c.options.kvquant = post ? TKV_KVQUANT_POST_ROPE : 0;
+            c.rope.dim = 16;
+            CHECK(n > 0 && tkv_get_block_bytes(&c) == n);
+            c.rope.first = 8;
+            CHECK_EQ(tkv_get_block_bytes(&c), side ? n : 0);
+        }
+}
+
 /* Keys at both ends of a channel's range are no outliers, which would be stored exactly. */
 TEST(ends_of_a_range_are_no_outliers) {
     int f, i, n_exact[2] = {0, 0};
@@ -221,6 +235,7 @@ TEST(ends_of_a_range_are_no_outliers) {
     CHECK_EQ(n_exact[1], 0);
 }
 
+/* Zeros stay zero, and no value becomes NaN or infinite. */
 TEST(extreme_values) {
     static const float special_values[] = {0.0f,   -0.0f,   1e-45f, -1e-40f, 6e-8f, 1e-6f,    -3e-5f, 1.0f,
                                            -1e30f, 3.4e38f, 65504,  -65504,  65505, -3.4e38f, 1e10f,  0.3f};
@@ -1150,6 +1165,7 @@ int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(bytes_follow_the_layout);
     RUN(outliers_are_kept);
+    RUN(codecs_take_rope_of_the_first_channels);
     RUN(ends_of_a_range_are_no_outliers);
     RUN(extreme_values);
     RUN(any_bytes_decode);

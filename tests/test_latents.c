@@ -468,6 +468,12 @@ TEST(texts_and_calibrations_know_it) {
     CHECK_EQ(info.v_in_k, 0);
     CHECK_EQ(tkv_append(kv, 0, 1, k_in, NULL, 1), TKV_ERR_ARG);
     CHECK_EQ(tkv_append(kv, 0, 0, NULL, k_in, 1), TKV_ERR_ARG);
+    append_tokens(kv, s, 0, TOKENS);
+    for (n = 0; n < TOKENS; n += 10)
+        CHECK_EQ(tkv_append(kv, 0, 1, k_in + n * (size_t)(s->kv_heads * s->dim), k_in, 10), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_save_calibration(kv, saved, sizeof saved, &size), TKV_OK);
+    CHECK_EQ(saved[4], 2); /* the layers differ */
     tkv_destroy(kv);
     cfg = config_of(s, TKV_A30);
     kv = make_coded_cache(s, &cfg);

@@ -301,6 +301,9 @@ static tkv_cache *save_tables(const model_shapes *m, const tkv_config *cfg, uint
 /* A calibration of mixed layers has version 2 and serves only its model; one of equal layers keeps version 1. */
 TEST(calibrations_know_the_shapes) {
     static uint8_t saved[1 << 20], again[1 << 20];
+    static const model_shapes two[] = {{"KV heads", 2, {{4, 2, 64, 64}, {4, 4, 64, 64}}},
+                                       {"keys", 2, {{4, 2, 64, 64}, {4, 2, 48, 64}}},
+                                       {"values", 2, {{4, 2, 64, 64}, {4, 2, 64, 48}}}};
     const model_shapes *mixed = &models[0], *equal = &models[1], *others = &models[COUNT(models) - 1];
     tkv_layer_config layers[MAX_LAYERS];
     tkv_config cfg = config_of(mixed, layers);
@@ -331,6 +334,12 @@ TEST(calibrations_know_the_shapes) {
     kv = save_tables(equal, &cfg, saved, sizeof saved, &size);
     CHECK_EQ(saved[4], 1);
     tkv_destroy(kv);
+    for (i = 0; i < COUNT(two); i++) { /* one number differs */
+        cfg = config_of(&two[i], layers);
+        kv = save_tables(&two[i], &cfg, saved, sizeof saved, &size);
+        CHECK_EQ(saved[4], 2);
+        tkv_destroy(kv);
+    }
 }
 
 /* A layer that reads the K and V of another one can have query heads of its own. */

@@ -607,6 +607,16 @@ TEST(sums_of_small_and_large_floats) {
     CHECK_NEAR((double)up.part / (double)TKVI_WIDE_UNIT, 1.5 + 1e-6, 1e-11);
 }
 
+/* Errors of the meter are 0 to 16. NaN and infinities count as 16. */
+TEST(errors_of_the_meter_are_limited) {
+    const uint64_t one = (uint64_t)1 << 32;
+    CHECK(tkvi_meter_fixed(.25) == one / 4);
+    CHECK(tkvi_meter_fixed(16.0) == 16 * one && tkvi_meter_fixed(17.0) == 16 * one);
+    CHECK(tkvi_meter_fixed(1e300) == 16 * one && tkvi_meter_fixed(-1e300) == 16 * one);
+    CHECK(tkvi_meter_fixed((double)tkvi_from_bits(0x7fc00000u)) == 16 * one);
+    CHECK(tkvi_meter_fixed(0.0) == 0 && tkvi_meter_fixed(-1.0) == 0);
+}
+
 /* tkv_check reports indices beyond the end of their tables and does not follow them. */
 TEST(check_survives_wild_indices) {
     unsigned char saved[64];
@@ -1339,6 +1349,7 @@ int main(int argc, char **argv) {
     RUN(most_pages_of_fixed_memory);
     RUN(pages_for_recoding);
     RUN(sums_of_small_and_large_floats);
+    RUN(errors_of_the_meter_are_limited);
     RUN(check_survives_wild_indices);
     RUN(shared_blocks);
     RUN(shared_tail_and_shared_demotion);

@@ -697,6 +697,24 @@ TEST(zeros_near_enough_for_fp16) {
     }
 }
 
+/* A scale below all fp16 numbers leaves both unchanged, also where 0 is the exact zero. */
+TEST(scales_too_small_for_fp16) {
+    int i;
+    for (i = 0; i < 2; i++) {
+        tkvi_group g;
+        uint8_t scale[2] = {7, 7}, zero[2] = {7, 7};
+        memset(&g, 0, sizeof g);
+        g.n = 2;
+        g.step = i ? 1e-9f : 1.0f;
+        g.low = -2.0f * g.step;
+        g.sum_u = 3;
+        g.sum_uu = 5;
+        tkvi_moments_of(&g, 1, 1, 2, 1, scale, zero);
+        CHECK_EQ(tkvi_load16(scale), i ? 0x0707 : 0x3c00);
+        CHECK_EQ(tkvi_load16(zero), i ? 0x0707 : tkvi_f32_to_f16(-0.5f));
+    }
+}
+
 TEST(invalid_rope_is_refused) {
     static const float bad[] = {1.0f, 2.0f}, negative[] = {1.0f, -0.5f}, endless[] = {1.0f, INFINITY};
     tkv_rope r = rope_of(64, 0, 0, 0);
@@ -988,6 +1006,7 @@ int main(int argc, char **argv) {
     RUN(rope_against_double);
     RUN(radians_in_turns);
     RUN(zeros_near_enough_for_fp16);
+    RUN(scales_too_small_for_fp16);
     RUN(invalid_rope_is_refused);
     RUN(rope_golden);
     RUN(scores_have_32_units_an_octave);

@@ -890,6 +890,7 @@ static void init_row_side(tkv_rng *rng, const decode_case *c, tkv_side which, ra
     options.center_k = tkv_rng_below(rng, 2);
     options.subspaces = 1 + tkv_rng_below(rng, 16);
     options.kvquant = 2 * tkv_rng_below(rng, 8);
+    options.kvquant_outliers = 1 + tkv_rng_below(rng, 30);
     tkvi_side_make(&m->s, &tkvi_formats[formats[tkv_rng_below(rng, 10)]], which, c->dim, TKVI_BLOCK, &options,
                    0, 0, NULL);
     m->s.start = (int32_t)tkv_rng_below(rng, 200000) - 100000;
@@ -949,6 +950,11 @@ static int decodes_like_scalar(const tkvi_simd_ops *ops, const decode_case *c, t
             values[i] = (float)(tkv_rng_gauss(&rng) * (tkv_rng_below(&rng, 40) ? 1.0 : 30.0));
         tkvi_encode_side(&m.s, &tkvi_simd_ops_scalar, values, (size_t)c->dim, TKVI_BLOCK, src);
         for (i = 0; i < m.s.code_bytes; i++) src[i] = (uint8_t)tkv_rng_below(&rng, 256); /* all codes */
+        for (i = 0; seed % 4 == 0 && i < (size_t)(TKVI_BLOCK * m.s.slots);
+             i += 3) { /* of a channel too many */
+            const size_t bytes = (size_t)tkvi_kvquant_slot_bytes(&m.s);
+            memset(src + tkvi_kvquant_places(&m.s).slot + i * bytes, 255, bytes - 2);
+        }
     }
     tkvi_values(&m.s, ops, src, c->first, c->n, x, (size_t)c->stride);
     tkvi_decode_side(&m.s, src, c->first, c->n, want, (size_t)c->stride);
@@ -978,6 +984,37 @@ TEST(decode_any_tokens) {
                       which == TKV_K ? "K" : "V", c.dim, c.kind, c.width, c.first, c.n, c.stride);
         }
     }
+}
+
+/* 64 channels in 4 equal parts: kernels read them. Of 66 channels the parts have 16 and 17, and decode alike. */
+TEST(parts_of_subspaces) {
+    tkv_isa list[TKV_ISA_COUNT];
+    int count = tkv_test_isas(list), i, k, c;
+    for (i = 0; i < count; i++)
+        for (k = 0; k < 4; k++) {
+            static float x[TKVI_BLOCK * 66], got[TKVI_BLOCK * 66], want[TKVI_BLOCK * 66];
+            static uint8_t bytes[TKVI_BLOCK * 128];
+            const int dim = 64 + 2 * (k / 2);
+            const tkvi_simd_ops *ops = tkvi_kernels_for(list[i])->simd_ops;
+            tkv_rng rng = tkv_rng_seed((uint64_t)k);
+            tkv_format_options options;
+            tkvi_side s;
+            memset(&options, 0, sizeof options);
+            options.subspaces = 4;
+            tkvi_fill_options(&options);
+            tkvi_side_make(&s, &tkvi_formats[TKV_SUBSPACE4], k % 2 ? TKV_V : TKV_K, dim, TKVI_BLOCK, &options,
+                           0, 0, NULL);
+            REQUIRE(s.bytes <= sizeof bytes);
+#ifdef TKVI_VECTORS
+            CHECK_EQ(tkvi_reads_code_rows(&s), dim == 64);
+#endif
+            tkv_rng_fill(&rng, x, (size_t)(TKVI_BLOCK * dim), 1.0);
+            tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, (size_t)dim, TKVI_BLOCK, bytes);
+            tkvi_values(&s, ops, bytes, 0, TKVI_BLOCK, got, (size_t)dim);
+            tkvi_decode_side(&s, bytes, 0, TKVI_BLOCK, want, (size_t)dim);
+            CHECK_MEM(got, want, (size_t)(TKVI_BLOCK * dim) * sizeof *got);
+            for (c = 0; c < TKVI_BLOCK * dim; c++) CHECK_NEAR(got[c], x[c], .7);
+        }
 }
 
 TEST(tiles_every_width) {
@@ -1449,6 +1486,7 @@ int main(int argc, char **argv) {
     RUN(exponentials);
     RUN(exact_formats);
     RUN(decode_any_tokens);
+    RUN(parts_of_subspaces);
     RUN(tiles_every_width);
     RUN(tiles_mixed);
     RUN(keys_of_a_formats);
