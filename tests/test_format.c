@@ -609,6 +609,7 @@ TEST(bad_arguments_are_refused) {
     check_codec_refused(TKV_KIVI4, 1, 64, 128);
     check_codec_refused(TKV_KIVI2, 1, 64, -64);
     check_codec_refused(TKV_Q8, 0, 64, 1);
+    check_codec_refused(TKV_SQUAT4, 0, 257, 64); /* it takes heads of at most 256 channels */
 #ifndef __cplusplus /* C++: an enumeration with another value is undefined behaviour */
     c.side = (tkv_side)2;
     check_refused(&c, in, 0, 1, BUFFER_BYTES);

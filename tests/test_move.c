@@ -418,6 +418,17 @@ TEST(moves_equal_turned_queries_to_the_bit) {
                 CHECK_MEM(out, want, (size_t)(n * OUT_ROW) * sizeof(float));
             }
         }
+        for (n = 1; n <= N; n += N - 1) { /* a query that is not finite sees no key */
+            float *const row = want + n / 2 * OUT_ROW;
+            memcpy(turned, q, sizeof q);
+            turned[n / 2 * Q_ROW + f % DIM] = tkv_test_float(f % 2 ? 0x7fc00000u : 0xff800000u);
+            CHECK_EQ(tkv_attend(kv, 1, 1, q, n, want), TKV_OK);
+            CHECK_EQ(tkv_attend(kv, 1, 1, turned, n, out), TKV_OK);
+            memset(row, 0, V_DIM * sizeof *row);
+            CHECK_MEM(out + n / 2 * OUT_ROW, row, V_DIM * sizeof *row);
+            if (n == 1) CHECK_MEM(out, want, OUT_ROW * sizeof *out);
+            CHECK_LE(mean_squared_difference(out, want, n * OUT_ROW), 1e-4);
+        }
         tkv_destroy(kv);
     }
     CHECK(tested > 20);
