@@ -1053,9 +1053,10 @@ TEST(reports_with_a_budget) {
 TEST(prometheus_lines) {
     tkv_cache *kv = make_small_cache();
     char *text = print_report(kv, TKV_REPORT_PROMETHEUS), buf[8192];
-    static const char *const bad[] = {"=x",         "model",   "1a=x",   "a-b=x", "a=x,",
-                                      ",a=x",       "tier=x",  "part=x", "isa=x", "version=x",
-                                      "__name__=x", "a=x,a=y", "a=x\\",  "a=x,b", "b=x\\\\,a=1,a=2"};
+    static const char *const bad[] = {
+        "=x",    "model",     "1a=x",       "a-b=x",   "a=x,",  ",a=x",  "tier=x",          "part=x",
+        "isa=x", "version=x", "__name__=x", "a=x,a=y", "a=x\\", "a=x,b", "b=x\\\\,a=1,a=2", "a{=x",
+        "a`=x",  "a[=x",      "a@=x",       "a:=x",    "a/=x"};
     tkv_quality_info quality;
     tkv_rng r = tkv_rng_seed(6);
     int n_accepted = 0;
@@ -1084,6 +1085,8 @@ TEST(prometheus_lines) {
     }
     CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, "b=x\\,a=1,a=2", buf, sizeof buf, NULL), TKV_OK);
     CHECK(strstr(buf, "\ntkv_sequences{b=\"x,a=1\",a=\"2\"} 2\n") != NULL); /* a value names no label */
+    CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, "azAZ_09=x", buf, sizeof buf, NULL), TKV_OK);
+    CHECK(strstr(buf, "\ntkv_sequences{azAZ_09=\"x\"} 2\n") != NULL);
     CHECK_EQ(tkv_print_report(kv, TKV_REPORT_PROMETHEUS, "", buf, sizeof buf, NULL), TKV_OK);
     CHECK_STR(buf, text);
     for (i = 0; i < 2000; i++) {
