@@ -216,6 +216,8 @@ TEST(codecs_take_rope_of_the_first_channels) {
             CHECK(n > 0 && tkv_get_block_bytes(&c) == n);
             c.rope.first = 8;
             CHECK_EQ(tkv_get_block_bytes(&c), side ? n : 0);
+            c.format = TKV_KIVI4; /* it does not undo RoPE */
+            CHECK(tkv_get_block_bytes(&c) > 0);
         }
 }
 

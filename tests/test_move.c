@@ -418,6 +418,7 @@ TEST(moves_equal_turned_queries_to_the_bit) {
                 CHECK_MEM(out, want, (size_t)(n * OUT_ROW) * sizeof(float));
             }
         }
+        CHECK_EQ(tkv_seq_shift(kv, 1, at + 600, TKV_UNLIMITED, 7), TKV_OK);
         for (n = 1; n <= N; n += N - 1) { /* a query that is not finite sees no key */
             float *const row = want + n / 2 * OUT_ROW;
             memcpy(turned, q, sizeof q);
