@@ -383,7 +383,7 @@ TEST(formats_undo_the_rope_of_their_layer) {
  * many, in every format. */
 TEST(moves_equal_turned_queries_to_the_bit) {
     static const int distance[] = {1, -100, 777, 123456};
-    enum { N = 40, Q_ROW = 2 * KV_HEADS * DIM, OUT_ROW = 2 * KV_HEADS * V_DIM };
+    enum { N = 70, Q_ROW = 2 * KV_HEADS * DIM, OUT_ROW = 2 * KV_HEADS * V_DIM }; /* 70 rows: prefill */
     static float q[N * Q_ROW], turned[N * Q_ROW], out[N * OUT_ROW], want[N * OUT_ROW];
     float x[DIM], y[DIM];
     tkv_rng rng = tkv_rng_seed(8);
