@@ -638,7 +638,7 @@ TEST(budgets_in_place_are_checked) {
     run_script(a, 0, 20);
     const size_t n = save_cache(a, file);
     const unsigned char *e = find_in_index(file, n, 7, 0);
-    const uint64_t budget = budget_of(a).budget, wrong[] = {0, budget + 1, (uint64_t)1 << 40};
+    const uint64_t budget = budget_of(a).budget, wrong[] = {0, 1000, budget + 1, (uint64_t)1 << 40};
     for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8)
         for (int i = 0; i < COUNT(wrong) && get64(file + at) == budget; i++) {
             memcpy(twin_file, file, n);
@@ -660,6 +660,33 @@ TEST(budgets_in_place_are_checked) {
 }
 
 /* Each read of a callback fails once, or gives a damaged record: the cache is as new, and freed memory is wiped. */
+/* A budget in a file that is less than an empty cache holds. */
+TEST(budgets_that_no_cache_fits_into_are_refused) {
+    tkv_config cfg = config_number(4);
+    for (int n_tokens = 0; n_tokens < 50; n_tokens += 40) {
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        int n_found = 0;
+        if (n_tokens) CHECK_EQ(append_to_all_layers(a, 0, 1, n_tokens, n_tokens), TKV_OK);
+        const size_t n = save_cache(a, file);
+        const unsigned char *e = find_in_index(file, n, 7, 0);
+        for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+            if (get64(file + at) != budget_of(a).budget) continue;
+            memcpy(twin_file, file, n);
+            put64(twin_file + at, 1000);
+            repair_index(twin_file, n);
+            CHECK_EQ(load_cache(b, twin_file, n), TKV_ERR_BUDGET);
+            CHECK_EQ(budget_of(b).budget, budget_of(a).budget);
+            check_cache_at(b, "a small budget", n_tokens);
+            n_found++;
+        }
+        CHECK_EQ(n_found, 1);
+        CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        check_alike(a, b, "a budget", n_tokens);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 TEST(failed_reads_leave_a_new_cache) {
     tkv_config cfg = config_number(0);
     tkv_load_params load = load_params(TKV_ALL_SEQS);
@@ -1178,6 +1205,7 @@ int main(int argc, char **argv) {
     RUN(numbers_that_end_early_are_refused);
     RUN(numbers_that_hardly_begin_are_refused);
     RUN(budgets_in_place_are_checked);
+    RUN(budgets_that_no_cache_fits_into_are_refused);
     RUN(failed_reads_leave_a_new_cache);
     RUN(flipped_bits_and_cuts_are_found);
     RUN(hostile_files_with_right_checksums);

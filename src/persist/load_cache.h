@@ -65,6 +65,10 @@ static tkv_status tkvi_provide_cache(tkvi_loader *l) {
         n_pages = l->numbers.n_pages < most_pages ? l->numbers.n_pages : most_pages;
     else n_pages = pages;
     while (provided && !pool->keep_all && pool->n_pages < n_pages) provided = tkvi_add_page(pool);
+    if (kv->heap.limit && kv->heap.held > kv->heap.limit) { /* by the budget in the file */
+        kv->heap.at_limit = 1;
+        provided = 0;
+    }
     if (provided && !l->numbers.lacks_memory && pages <= pool->n_pages &&
         (!pool->max_pages || pages <= pool->max_pages))
         return TKV_OK;

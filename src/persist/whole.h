@@ -237,7 +237,10 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     tkvi_visit_int(io, &b->length_level, 0, t->n_levels - 1);
     tkvi_visit_int(io, &b->hot_tokens_changed, 0, 1);
     bytes = tkvi_visit_size(io, &t->cfg.budget.bytes);
-    if (!t->recode_pages ? bytes != 0 : kv->pool.keep_all && (!bytes || bytes > kv->heap.held))
+    without_pages = tkvi_bytes_without_pages(kv);
+    if (!t->recode_pages
+            ? bytes != 0
+            : kv->pool.keep_all && (bytes < without_pages + t->page_bytes || bytes > kv->heap.held))
         io->is_wrong = 1;
     has_max_pages = (int)tkvi_visit_number(io, kv->pool.max_pages > 0, 0, kv->pool.keep_all && bytes);
     if (io->mode != TKVI_PROVIDES_NUMBERS) return;
@@ -245,10 +248,7 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     if (!kv->pool.keep_all) kv->heap.limit = bytes;
     kv->pool.recode_pages = bytes ? t->recode_pages : 0;
     kv->pool.kept_free_pages = bytes ? tkvi_free_pages_to_keep(kv) : 0;
-    if (!has_max_pages) return;
-    without_pages = tkvi_bytes_without_pages(kv);
-    kv->pool.max_pages = bytes > without_pages ? (int64_t)((bytes - without_pages) / t->page_bytes) : 0;
-    if (!kv->pool.max_pages) kv->pool.max_pages = 1; /* 0 would be no limit */
+    if (has_max_pages) kv->pool.max_pages = (int64_t)((bytes - without_pages) / t->page_bytes);
 }
 
 static void tkvi_visit_counts(tkvi_numbers *io) {
