@@ -1543,6 +1543,39 @@ TEST(copied_tokens_attend_as_if_read_there) {
 }
 
 /* Copies of coded tokens read as they do in the source, and stay so while both go on. */
+/* A copy can begin and end inside a block that an eviction has merged. */
+TEST(copies_of_merged_blocks) {
+    static float k[400 * K_ROW];
+    tkv_config cfg = make_move_config(2);
+    uint64_t victims[7] = {0};
+    int from[400], to[400], i, layer, n, n_copied;
+    tkv_cache *kv;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 400, 100), TKV_OK);
+    for (i = 10; i < 360; i++)
+        if (i % 3) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 400), TKV_OK);
+    CHECK(n_layer_blocks(kv, 0, 0) < 7); /* of 8 */
+    CHECK_EQ(append_to_all_layers(kv, 1, 2, 20, 20), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 0, 50, 200, 1, 20), TKV_OK);
+    check_cache_at(kv, "copied", 0);
+    for (layer = 0; layer < 2; layer++) {
+        CHECK_EQ(tkv_read(kv, 0, layer, 51, 1, k_want, v_want), TKV_OK);
+        n = live_positions(kv, 0, layer, from);
+        n_copied = live_positions(kv, 1, layer, to);
+        for (i = 0; i < n && from[i] < 50; i++) {}
+        CHECK_EQ(n_copied, 20 + 50); /* one in three of 150 */
+        for (n = 20; n < n_copied; n++, i++) {
+            CHECK_EQ(to[n], from[i] - 30);
+            CHECK_EQ(tkv_read(kv, 0, layer, from[i], 1, k, v_want), TKV_OK);
+            CHECK_EQ(tkv_read(kv, 1, layer, to[n], 1, k_out, v_out), TKV_OK);
+            CHECK_MEM(v_out, v_want, V_ROW * sizeof(float));
+        }
+    }
+    tkv_destroy(kv);
+}
+
 TEST(copies_of_coded_tokens_keep_their_bytes) {
     static float k[MAX_TOKENS * K_ROW], v[MAX_TOKENS * V_ROW];
     tkv_config cfg = make_config(2, 2);
@@ -1948,7 +1981,7 @@ TEST(cuts_among_expired_tokens) {
     tkv_config cfg = make_move_config(1);
     tkv_cache *kv;
     tkv_layer_info info;
-    int cut;
+    int cut, position = -1;
     cfg.model.window = 40;
     cfg.model.window_sinks = 1;
     kv = create_cache(&cfg);
@@ -1957,6 +1990,13 @@ TEST(cuts_among_expired_tokens) {
     CHECK_EQ(tkv_seq_shift(kv, 0, 60, 300, -50), TKV_OK);
     CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
     CHECK(info.expired > 60);
+    CHECK_EQ(tkv_get_positions(kv, 0, 0, 299, 1, &position), TKV_OK);
+    CHECK_EQ(position, 249);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 6, 8, 100), TKV_OK);      /* only expired tokens */
+    CHECK_EQ(tkv_seq_shift(kv, 0, 5000, 6000, -7), TKV_OK); /* none */
+    CHECK_EQ(tkv_get_positions(kv, 0, 0, 299, 1, &position), TKV_OK);
+    CHECK_EQ(position, 249);
+    CHECK_EQ(tkv_get_positions(kv, 0, 0, 299, 1, NULL), TKV_ERR_ARG);
     for (cut = 1; cut < 4 + info.expired + 40; cut++) {
         CHECK_EQ(tkv_seq_truncate(kv, 0, cut), TKV_ERR_RANGE);
         CHECK_EQ(tkv_get_length(kv, 0, 0), 300);
@@ -2297,6 +2337,12 @@ TEST(kept_sinks_with_gaps_are_sinks) {
         CHECK_MEM(a.blocks, b.blocks, sizeof a.blocks);
     }
     CHECK_EQ(tkv_seq_keep(kv, 0, 1, kept, 1), TKV_ERR_STATE); /* what is behind the sinks is coded */
+    CHECK_EQ(tkv_seq_reset(alone, 0), TKV_OK);
+    memset(&s, 0, sizeof s);
+    append_plain(alone, 0, &s, 0, 12, 12);
+    CHECK_EQ(tkv_seq_keep(alone, 0, 1, kept, 1), TKV_OK); /* sinks alone */
+    CHECK_EQ(tkv_get_length(alone, 0, TKV_ALL_LAYERS), 2);
+    check_cache_at(alone, "kept", 0);
     tkv_destroy(kv);
     tkv_destroy(alone);
 }
@@ -2779,6 +2825,7 @@ int main(int argc, char **argv) {
     RUN(older_queries_need_their_keys);
     RUN(padded_batches_equal_packed_ones);
     RUN(copied_tokens_attend_as_if_read_there);
+    RUN(copies_of_merged_blocks);
     RUN(copies_of_coded_tokens_keep_their_bytes);
     RUN(a_token_can_be_in_several_sequences);
     RUN(copies_are_refused_with_a_reason);

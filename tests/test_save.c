@@ -1425,6 +1425,33 @@ static tkv_config tiny_config(void) {
     return cfg;
 }
 
+/* Scratch memory of any size: too little is refused and changes nothing, and all sizes from the least one on do. */
+TEST(scratch_memory_to_the_byte) {
+    tkv_config cfg = config_number(0);
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+    tkv_load_params load = load_params(1);
+    size_t n, least = 0;
+    int n_short = 0;
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 30, 30), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    load.scratch = other_file + 3;
+    for (n = 0; n < 40000; n += 5) {
+        read_file f = read_file_of(file, bytes);
+        load.scratch_bytes = n;
+        const tkv_status st = tkv_seq_load_from(b, &load, bytes, read_from_file, &f, NULL);
+        if (st == TKV_OK && !least) least = n;
+        CHECK_EQ(st, least ? TKV_OK : TKV_ERR_CAPACITY);
+        CHECK_EQ(tkv_get_length(b, 1, TKV_ALL_LAYERS), st ? 0 : 30);
+        n_short += st != TKV_OK;
+        if (!st) CHECK_EQ(tkv_seq_reset(b, 1), TKV_OK);
+        if (!st && n > least + 200) break;
+    }
+    CHECK(least > 1000 && n_short > 200 && n < 40000);
+    check_cache_at(b, "scratch memory", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
 TEST(each_flipped_bit_and_each_cut_is_found) {
     const tkv_config cfg = tiny_config();
     tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
@@ -2313,6 +2340,7 @@ int main(int argc, char **argv) {
     RUN(release_ends_the_use_of_a_file);
     RUN(reservations_end_with_the_loaded_length);
     RUN(scratch_memory_of_the_caller);
+    RUN(scratch_memory_to_the_byte);
     RUN(each_flipped_bit_and_each_cut_is_found);
     RUN(records_of_any_bytes_are_coded);
     RUN(exchanged_sections_and_huge_numbers);

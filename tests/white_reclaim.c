@@ -465,6 +465,27 @@ TEST(the_meter_copies_exact_blocks) {
     tkv_destroy(kv);
 }
 
+/* A shared block that another sequence recodes is copied if the sequence that the meter watches holds it, too. */
+TEST(the_meter_copies_shared_blocks_of_its_sequence) {
+    tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, 3, CHUNK);
+    tkvi_head_probe *probe;
+    tkv_cache *kv;
+    int watched;
+    cfg.meter.heads = 2;
+    for (watched = 0; watched < 2; watched++) {
+        kv = create_cache(&cfg);
+        REQUIRE(kv->meter != NULL);
+        CHECK_EQ(append_layers(kv, 0, 100), TKV_OK); /* this sequence is watched */
+        CHECK_EQ(append_layers(kv, 1, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, watched ? 0 : 1, 2, TKV_UNLIMITED), TKV_OK);
+        probe = &kv->meter->head_probe[0];
+        CHECK(kv->meter->seq == 0 && probe->n == 0);
+        tkvi_copy_for_meter(kv, 2, probe->layer, tkvi_ids(kv, 2, probe->layer)[1]);
+        CHECK_EQ(probe->n, watched);
+        tkv_destroy(kv);
+    }
+}
+
 /* A file of a whole cache has what the controller knows. */
 TEST(the_controller_of_the_meter_is_saved) {
     static unsigned char file[1 << 20], scratch[1 << 16];
@@ -546,6 +567,7 @@ int main(int argc, char **argv) {
     RUN(scores_allocate_what_they_need);
     RUN(scores_of_the_meter_move_the_level);
     RUN(the_meter_copies_exact_blocks);
+    RUN(the_meter_copies_shared_blocks_of_its_sequence);
     RUN(the_controller_of_the_meter_is_saved);
     RUN(the_meter_moves_no_level_of_fixed_memory);
     return tkv_test_end();
