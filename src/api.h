@@ -654,10 +654,10 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  *   reason   (may be NULL) receives a sentence about an error, cut to `size` bytes; "" after success. If a line of
  *            the text is wrong, the sentence begins with its number
  * Errors, *out unchanged:
- *   TKV_ERR_CONFIG        tkv_validate_config rejects the config, or its tables exceed this machine's address space
+ *   TKV_ERR_CONFIG        tkv_validate_config rejects the config
  *   TKV_ERR_ISA           cfg.host.isa is not available
  *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
- *   TKV_ERR_NOMEM         the allocator returned NULL
+ *   TKV_ERR_NOMEM         the allocator returned NULL, or the size exceeds this machine's address space
  *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
  * Cost: tkv_create; with a text also O(text_size), five times. */
