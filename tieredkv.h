@@ -26115,10 +26115,11 @@ static void tkvi_free_page(tkvi_pool *pool, uint32_t i) {
 }
 
 /* >>growth. Each function allocates first and changes the pool only when it has the memory. 0: no memory. */
-/* Capacity of a table that must hold n_entries. It grows in steps of a quarter, so that little of it is unused. */
+/* Capacity of a table that must hold n_entries. It grows in steps of a quarter, so that little of it is unused.
+ * Beyond 2^31 it grows no more: nobody gets so many. */
 static uint32_t tkvi_cap_for(int64_t n_entries) {
     uint32_t cap = 16;
-    while ((int64_t)cap < n_entries) cap += cap / 4;
+    while ((int64_t)cap < n_entries && cap <= 0x7fffffffu) cap += cap / 4;
     return cap;
 }
 

@@ -106,10 +106,11 @@ TEST(a_demand_beyond_all_addresses) {
     demand.bytes = 1000;
     CHECK_EQ(tkvi_bytes_for_demand(kv, &none, &demand), kv->heap.held + 1000);
     demand.bytes = (size_t)-1;
-    CHECK(tkvi_bytes_for_demand(kv, &none, &demand) == (size_t)-1);
+    CHECK(tkvi_bytes_for_demand(kv, &none, &demand) == TKVI_TOO_MANY);
     demand.bytes = 0;
     demand.slots[0] = (int64_t)1 << 60;
-    CHECK(tkvi_bytes_for_demand(kv, &none, &demand) == (size_t)-1);
+    CHECK(tkvi_bytes_for_demand(kv, &none, &demand) == TKVI_TOO_MANY);
+    CHECK(tkvi_cap_for((int64_t)1 << 60) > 0x7fffffffu);
     tkv_destroy(kv);
 }
 
