@@ -4631,8 +4631,7 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
     void *p;
     heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
-    if (heap->at_limit || size > (size_t)-1 / 2)
-        return NULL; /* no machine has half of all addresses to give */
+    if (heap->at_limit || size > TKVI_TOO_MANY - 4 * TKVI_ALIGN) return NULL; /* tkvi_malloc adds to it */
     p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;
@@ -8527,16 +8526,18 @@ typedef struct tkvi_kvquant_ranges {
     float own[2][TKV_MAX_HEAD_DIM];
 } tkvi_kvquant_ranges;
 
-static void tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
+/* Returns 0 if the layer has no table. */
+static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
     const uint8_t *own = src + tkvi_kvquant_places(s).own;
     int c;
-    TKVI_ASSERT(!s->tabled || s->head_state); /* blocks wait for the table */
+    if (s->tabled && !s->head_state) return 0;
     r->radius = s->tabled ? (const float *)s->head_state : r->own[0];
     r->middle = s->tabled ? r->radius + s->dim : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
         r->own[0][c] = tkvi_f16_at(own + 2 * c);
         r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
+    return 1;
 }
 
 static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -8549,7 +8550,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
-    tkvi_kvquant_ranges_of(s, dst, &r);
+    if (!tkvi_kvquant_ranges_of(s, dst, &r)) return;
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
@@ -8667,10 +8668,13 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_kvquant_ranges r;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
-    int t;
+    int t, known = tkvi_kvquant_ranges_of(s, src, &r);
     if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
-    tkvi_kvquant_ranges_of(s, src, &r);
     for (t = first; t < first + n; t++, x += stride) {
+        if (!known) {
+            memset(x, 0, (size_t)s->dim * sizeof *x);
+            continue;
+        }
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
         tkvi_kvquant_outliers(s, src, t, x);
         if (s->rope) tkvi_rope_rotate(s->rope, start + t, 0, x);
@@ -11786,7 +11790,7 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
         load(r->codes + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
         return;
     }
-    tkvi_kvquant_ranges_of(s, r->codes, &own);
+    (void)tkvi_kvquant_ranges_of(s, r->codes, &own);
     memset(r->scale, 0, (size_t)s->pad * sizeof(float));
     memset(r->zero, 0, (size_t)s->pad * sizeof(float));
     memcpy(r->scale, own.radius, (size_t)s->dim * sizeof(float));
@@ -11803,7 +11807,8 @@ static int tkvi_reads_code_rows(const tkvi_side *s) {
         const int width = s->dim / s->groups;
         return width % 16 == 0 && (width & (width - 1)) == 0 && width * s->groups == s->dim;
     }
-    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS;
+    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS &&
+           (s->which == TKV_V || !s->tabled || s->head_state);
 }
 
 /* Prepares reading of a side that tkvi_reads_code_rows. */
@@ -14285,7 +14290,7 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
-/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+/* Unpacks the tiles of some widths: of 5 and 6 bits, and narrower ones that have wide weights. */
 #define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
 TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
     const uint8_t *tile = d->codes;
@@ -17540,7 +17545,7 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
-/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+/* Unpacks the tiles of some widths: of 5 and 6 bits, and narrower ones that have wide weights. */
 #define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
 TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
     const uint8_t *tile = d->codes;
@@ -21126,7 +21131,7 @@ TKVI_KERNEL void TKVI_N(answer_v)(const tkvi_products_v *d, int nr, int stride, 
         TKVI_EACH_SUM_(TKVI_K_DOT_WIDE_, TKVI_K_EACH_)                                                       \
     }
 
-/* Unpacks the tiles of some widths: of 5, 6 and 7 bits, and narrower ones that have wide weights. */
+/* Unpacks the tiles of some widths: of 5 and 6 bits, and narrower ones that have wide weights. */
 #define TKVI_K_IS_UNPACKED_(width) ((width) != 4 && (width) != 8)
 TKVI_KERNEL void TKVI_N(unpack_wide)(const tkvi_products_k *d, uint8_t *to) {
     const uint8_t *tile = d->codes;
@@ -25222,7 +25227,7 @@ static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_p
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
-    int i, c, n, level, hot[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, n, level, learns, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
@@ -25254,7 +25259,9 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
-    if (h->n_layouts > 0xffff || tkvi_multiply_sizes(h->end.heads, tkvi_most_head_bytes(h)) == TKVI_TOO_MANY)
+    learns = h->any_shared || h->token_parts || h->query_parts;
+    if (h->n_layouts > 0xffff ||
+        (learns && tkvi_multiply_sizes(h->end.heads, tkvi_most_head_bytes(h)) == TKVI_TOO_MANY))
         return TKV_ERR_CONFIG;
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;
@@ -27691,12 +27698,12 @@ static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.q_products + p->at.products + (size_t)head * tkvi_n_products(p->geometry.head_dim);
 }
 
-/* The state of a head in a family that learns from queries. Some tier of the layer has its formats. */
+/* The state of a head in a family that learns from queries. NULL where no tier of the layer has its formats: a loaded
+ * block can lie in a tier that tokens do not reach here. */
 static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_family_state state;
-    if (!TKVI_HAS_QUERY_LEARNERS) return NULL;
-    TKVI_ASSERT(p->query_parts & f->part);
+    if (!TKVI_HAS_QUERY_LEARNERS || !(p->query_parts & f->part)) return NULL;
     state = tkvi_state_of(&kv->tables.cfg.format, &p->geometry, NULL,
                           kv->stats.query_states + p->at.query_states, p->query_parts, f);
     return tkvi_head_state(&state, f, head);
@@ -28461,11 +28468,11 @@ typedef struct tkvi_in_place_sizes {
 static size_t tkvi_bytes_without_arrays(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
                                         const tkvi_in_place_sizes *sizes) {
     const size_t cap = sizes->list_cap, layers = (size_t)derived->cfg.model.n_layers;
-    const size_t list = tkvi_align_up(tkvi_multiply_sizes(cap * sizeof(uint32_t), layers));
+    const size_t list = tkvi_align_up(tkvi_multiply_sizes(cap, layers * sizeof(uint32_t)));
     const size_t piece[] = {fixed->total,
                             tkvi_multiply_sizes(list, (size_t)derived->cfg.limits.max_seqs),
                             tkvi_states_in_place_bytes(&derived->cfg),
-                            tkvi_align_up(cap * tkvi_choice_entry_bytes(&derived->cfg)),
+                            tkvi_align_up(tkvi_multiply_sizes(cap, tkvi_choice_entry_bytes(&derived->cfg))),
                             tkvi_multiply_sizes(TKVI_IN_PLACE_VERSIONS, tkvi_version_bytes(derived)),
                             tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes),
                             derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0};
@@ -45078,8 +45085,8 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
         if ((!is_cache || i == named) && c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] &&
             c->tokens == run[2] && c->n_kv_heads == p->geometry.n_kv_heads &&
             k->dim == p->geometry.head_dim && c->record[0].v.dim == p->geometry.v_head_dim &&
-            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
-            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
+            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k && !tkvi_pair_allocates(c->pair) &&
+            !tkvi_pair_token_parts(c->pair))
             return i;
     }
     return -1;

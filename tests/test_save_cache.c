@@ -66,6 +66,77 @@ static void check_same_future(tkv_cache *a, tkv_cache *b, const char *what, int 
     check_alike(a, b, "later", number);
 }
 
+/* A loaded block may lie in a tier that tokens do not reach here. It is coded again without what that tier learns. */
+TEST(loaded_blocks_in_a_tier_that_is_not_reached) {
+    static unsigned char file[8 << 20], scratch[2 << 20];
+    tkv_config cfg = make_config(LAYERS, SEQS), open_cfg;
+    tkv_save_params save = save_params(0);
+    tkv_load_params load = load_params(0);
+    tkv_cache *kv, *other;
+    size_t n = 0;
+    int i, done = 0;
+    cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_SQUAT2, TKV_KIVI2);
+    cfg.tiers.hot_tokens = 64;
+    cfg.limits.max_tokens = 3000;
+    open_cfg = cfg;
+    open_cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    kv = create_cache(&cfg);
+    other = create_cache(&open_cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 200, 64), TKV_OK);
+    for (i = 0; i < 4; i++) { /* short blocks, which are joined later */
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 12, 64), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    }
+    save.scratch = scratch;
+    save.scratch_bytes = sizeof scratch;
+    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_load(other, &load, file, n, NULL), TKV_OK);
+    CHECK_EQ(append_to_all_layers(other, 0, 1, 300, 64), TKV_OK);
+    CHECK_EQ(tkv_maintain(other, 1000, NULL, NULL, &done), TKV_OK);
+    CHECK(done > 0);
+    CHECK_EQ(tkv_check(other, NULL, 0), TKV_OK);
+    tkv_destroy(kv);
+    tkv_destroy(other);
+}
+
+/* A block of KVQUANT whose file says that it was coded without a table. */
+TEST(blocks_that_lost_their_table_are_refused) {
+    static unsigned char file[8 << 20], scratch[2 << 20];
+    int whole;
+    for (whole = 0; whole < 2; whole++) {
+        const tkv_config cfg = config_number(3);
+        tkv_save_params save = save_params(whole ? TKV_ALL_SEQS : 0);
+        tkv_load_params load = load_params(whole ? TKV_ALL_SEQS : 0);
+        tkv_cache *kv = create_cache(&cfg), *other = create_cache(&cfg);
+        size_t n = 0;
+        uint32_t i;
+        int changed = 0;
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 2800, 64), TKV_OK);
+        save.scratch = scratch;
+        save.scratch_bytes = sizeof scratch;
+        CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_OK);
+        for (i = 0; i < count_of(file, n); i++) {
+            const uint8_t *e = file + index_of(file, n) + 32 * i;
+            size_t j;
+            if (get32(e) != SAVED_LISTS) continue;
+            for (j = (size_t)get64(e + 8); j + 24 <= (size_t)(get64(e + 8) + get64(e + 16)); j++) {
+                uint8_t *run = file + j;
+                if (run[0] != TKV_KVQUANT3 || run[1] != TKV_KVQUANT2 || run[2] != 64 || run[3] > 2 ||
+                    run[4] >= 8)
+                    continue;
+                run[4] = 0xff;
+                changed++;
+            }
+        }
+        CHECK(changed > 0);
+        repair_index(file, n);
+        CHECK_EQ(tkv_seq_load(other, &load, file, n, NULL), TKV_ERR_CONFIG);
+        CHECK_EQ(tkv_check(other, NULL, 0), TKV_OK);
+        tkv_destroy(kv);
+        tkv_destroy(other);
+    }
+}
+
 TEST(everything_later_gives_the_same_bits) {
     for (int i = 0; i < CONFIGS; i++) {
         tkv_config cfg = config_number(i);
@@ -1185,6 +1256,8 @@ TEST(each_number_is_checked) {
 
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
+    RUN(loaded_blocks_in_a_tier_that_is_not_reached);
+    RUN(blocks_that_lost_their_table_are_refused);
     RUN(everything_later_gives_the_same_bits);
     RUN(a_loaded_cache_may_lie_elsewhere_in_place);
     RUN(shared_states_stay_shared);

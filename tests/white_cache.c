@@ -1332,6 +1332,32 @@ TEST(rotations_are_not_needed) {
     free(memory);
 }
 
+/* A loaded cache may hold keys of KVQUANT that were coded again in a tier without a table: they read as zeros. */
+TEST(keys_of_kvquant_without_a_table_are_zeros) {
+    static float x[BLOCK * 64], y[BLOCK * 64];
+    static uint8_t bytes[2 * BLOCK * 64];
+    tkv_config cfg = make_config(1, 1);
+    tkv_cache *kv;
+    int i, c, found = 0;
+    cfg.tiers.archive.k = TKV_KVQUANT3;
+    cfg.tiers.archive.v = TKV_KVQUANT2;
+    cfg.model.rope.dim = cfg.model.head_dim;
+    kv = create_cache(&cfg);
+    for (i = 0; i < kv->tables.n_keys; i++) {
+        const tkvi_side k = kv->tables.layout[i].record[0].k;
+        if (kv->tables.layout[i].pair.k != TKV_KVQUANT3) continue;
+        REQUIRE(k.dim <= 64 && k.bytes <= sizeof bytes);
+        CHECK(k.tabled && !k.head_state);
+        for (c = 0; c < BLOCK * k.dim; c++) x[c] = y[c] = 1.0f + (float)(c % 7);
+        tkvi_encode_side(&k, kv->kernels->simd_ops, x, (size_t)k.dim, BLOCK, bytes);
+        tkvi_decode_side(&k, bytes, 0, BLOCK, y, (size_t)k.dim);
+        for (c = 0; c < BLOCK * k.dim; c++) found += y[c] == 0.0f;
+        CHECK_EQ(found, BLOCK * k.dim);
+    }
+    CHECK(found > 0);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(check_finds_damage);
@@ -1361,5 +1387,6 @@ int main(int argc, char **argv) {
     RUN(memory_comes_back);
     RUN(memory_comes_back_after_random_histories);
     RUN(shrinking_keeps_the_rest);
+    RUN(keys_of_kvquant_without_a_table_are_zeros);
     return tkv_test_end();
 }

@@ -291,12 +291,12 @@ static int64_t *tkvi_q_products_of(const tkv_cache *kv, int layer, int head) {
     return kv->stats.q_products + p->at.products + (size_t)head * tkvi_n_products(p->geometry.head_dim);
 }
 
-/* The state of a head in a family that learns from queries. Some tier of the layer has its formats. */
+/* The state of a head in a family that learns from queries. NULL where no tier of the layer has its formats: a loaded
+ * block can lie in a tier that tokens do not reach here. */
 static void *tkvi_query_state_of(const tkv_cache *kv, const tkvi_family *f, int layer, int head) {
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_family_state state;
-    if (!TKVI_HAS_QUERY_LEARNERS) return NULL;
-    TKVI_ASSERT(p->query_parts & f->part);
+    if (!TKVI_HAS_QUERY_LEARNERS || !(p->query_parts & f->part)) return NULL;
     state = tkvi_state_of(&kv->tables.cfg.format, &p->geometry, NULL,
                           kv->stats.query_states + p->at.query_states, p->query_parts, f);
     return tkvi_head_state(&state, f, head);
@@ -1061,11 +1061,11 @@ typedef struct tkvi_in_place_sizes {
 static size_t tkvi_bytes_without_arrays(const tkvi_derived_config *derived, const tkvi_sizes *fixed,
                                         const tkvi_in_place_sizes *sizes) {
     const size_t cap = sizes->list_cap, layers = (size_t)derived->cfg.model.n_layers;
-    const size_t list = tkvi_align_up(tkvi_multiply_sizes(cap * sizeof(uint32_t), layers));
+    const size_t list = tkvi_align_up(tkvi_multiply_sizes(cap, layers * sizeof(uint32_t)));
     const size_t piece[] = {fixed->total,
                             tkvi_multiply_sizes(list, (size_t)derived->cfg.limits.max_seqs),
                             tkvi_states_in_place_bytes(&derived->cfg),
-                            tkvi_align_up(cap * tkvi_choice_entry_bytes(&derived->cfg)),
+                            tkvi_align_up(tkvi_multiply_sizes(cap, tkvi_choice_entry_bytes(&derived->cfg))),
                             tkvi_multiply_sizes(TKVI_IN_PLACE_VERSIONS, tkvi_version_bytes(derived)),
                             tkvi_turns_bytes(tkvi_turns_in_place(derived), derived->rope_lanes),
                             derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0};

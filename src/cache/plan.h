@@ -943,7 +943,7 @@ static void tkvi_skip_layer(tkvi_places *at, const tkv_config *cfg, const tkvi_p
 /* Fills in `h`. The fields of the config must be valid. */
 static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config *h) {
     int64_t of_key[TKVI_MAX_LAYOUTS] = {0}, of_class[TKVI_MAX_LAYOUTS] = {0};
-    int i, c, n, level, hot[TKVI_MAX_LAYOUTS] = {0};
+    int i, c, n, level, learns, hot[TKVI_MAX_LAYOUTS] = {0};
     tkvi_tier_spec tier_specs[TKV_MAX_LEVELS];
     tkvi_plan p;
     memset(h, 0, sizeof *h);
@@ -975,7 +975,9 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         h->rope_bytes += tkvi_align_up(tkvi_rope_bytes(tkvi_rope_of_layer(&h->cfg, i), h->any_fixed));
     }
     h->n_layouts += h->n_keys;
-    if (h->n_layouts > 0xffff || tkvi_multiply_sizes(h->end.heads, tkvi_most_head_bytes(h)) == TKVI_TOO_MANY)
+    learns = h->any_shared || h->token_parts || h->query_parts;
+    if (h->n_layouts > 0xffff ||
+        (learns && tkvi_multiply_sizes(h->end.heads, tkvi_most_head_bytes(h)) == TKVI_TOO_MANY))
         return TKV_ERR_CONFIG;
     for (i = 0; i < h->n_keys; i++) {
         if (!tkvi_key_bytes(&h->cfg, h->key[i], &h->bytes[i])) return TKV_ERR_CONFIG;

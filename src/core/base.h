@@ -288,8 +288,7 @@ static void tkvi_mfree(void *user, void *ptr, size_t size, size_t align) {
 static void *tkvi_get(tkvi_heap *heap, size_t size) {
     void *p;
     heap->at_limit = heap->limit && (heap->held > heap->limit || size > heap->limit - heap->held);
-    if (heap->at_limit || size > (size_t)-1 / 2)
-        return NULL; /* no machine has half of all addresses to give */
+    if (heap->at_limit || size > TKVI_TOO_MANY - 4 * TKVI_ALIGN) return NULL; /* tkvi_malloc adds to it */
     p = heap->from.alloc(heap->from.user, size, TKVI_ALIGN);
     if (p) {
         heap->held += size;

@@ -171,16 +171,18 @@ typedef struct tkvi_kvquant_ranges {
     float own[2][TKV_MAX_HEAD_DIM];
 } tkvi_kvquant_ranges;
 
-static void tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
+/* Returns 0 if the layer has no table. */
+static int tkvi_kvquant_ranges_of(const tkvi_side *s, const uint8_t *src, tkvi_kvquant_ranges *r) {
     const uint8_t *own = src + tkvi_kvquant_places(s).own;
     int c;
-    TKVI_ASSERT(!s->tabled || s->head_state); /* blocks wait for the table */
+    if (s->tabled && !s->head_state) return 0;
     r->radius = s->tabled ? (const float *)s->head_state : r->own[0];
     r->middle = s->tabled ? r->radius + s->dim : r->own[1];
     for (c = 0; c < s->dim && !s->tabled; c++) {
         r->own[0][c] = tkvi_f16_at(own + 2 * c);
         r->own[1][c] = tkvi_f16_at(own + 2 * (s->dim + c));
     }
+    return 1;
 }
 
 static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
@@ -193,7 +195,7 @@ static void tkvi_kvquant_k_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     memset(dst, 0, s->bytes);
     tkvi_store32(dst + s->code_bytes, (uint32_t)s->start);
     if (!s->tabled) tkvi_kvquant_own(s, x, stride, n, dst + tkvi_kvquant_places(s).own);
-    tkvi_kvquant_ranges_of(s, dst, &r);
+    if (!tkvi_kvquant_ranges_of(s, dst, &r)) return;
     tkvi_kvquant_coder_init(&e, s, tkvi_kvquant_book(s, &standard));
     for (t = 0; t < n; t++) {
         uint8_t *row = dst + (size_t)t * tkvi_kvquant_places(s).row;
@@ -311,10 +313,13 @@ static void tkvi_kvquant_k_decode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     tkvi_kvquant_ranges r;
     tkvi_book standard;
     const float *level = tkvi_kvquant_decoded(s, tkvi_kvquant_book(s, &standard));
-    int t;
+    int t, known = tkvi_kvquant_ranges_of(s, src, &r);
     if (tkvi_decode_rows(s, ops, src, first, n, x, stride)) return;
-    tkvi_kvquant_ranges_of(s, src, &r);
     for (t = first; t < first + n; t++, x += stride) {
+        if (!known) {
+            memset(x, 0, (size_t)s->dim * sizeof *x);
+            continue;
+        }
         tkvi_kvquant_dense(src + (size_t)t * row, s->format->bits, s->dim, level, r.radius, r.middle, 1, x);
         tkvi_kvquant_outliers(s, src, t, x);
         if (s->rope) tkvi_rope_rotate(s->rope, start + t, 0, x);

@@ -112,7 +112,7 @@ static void tkvi_open_kvquant_rows(tkvi_code_rows *r, tkvi_f16_loader load) {
         load(r->codes + s->code_bytes + 2 * TKVI_BLOCK, TKVI_BLOCK, r->zero);
         return;
     }
-    tkvi_kvquant_ranges_of(s, r->codes, &own);
+    (void)tkvi_kvquant_ranges_of(s, r->codes, &own);
     memset(r->scale, 0, (size_t)s->pad * sizeof(float));
     memset(r->zero, 0, (size_t)s->pad * sizeof(float));
     memcpy(r->scale, own.radius, (size_t)s->dim * sizeof(float));
@@ -129,7 +129,8 @@ static int tkvi_reads_code_rows(const tkvi_side *s) {
         const int width = s->dim / s->groups;
         return width % 16 == 0 && (width & (width - 1)) == 0 && width * s->groups == s->dim;
     }
-    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS;
+    return TKVI_HAS_KVQUANT && s->slots <= TKVI_ROW_SLOTS &&
+           (s->which == TKV_V || !s->tabled || s->head_state);
 }
 
 /* Prepares reading of a side that tkvi_reads_code_rows. */

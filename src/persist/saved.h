@@ -477,8 +477,8 @@ static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *r
         if ((!is_cache || i == named) && c->pair.k == (tkv_format)run[0] && c->pair.v == (tkv_format)run[1] &&
             c->tokens == run[2] && c->n_kv_heads == p->geometry.n_kv_heads &&
             k->dim == p->geometry.head_dim && c->record[0].v.dim == p->geometry.v_head_dim &&
-            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k &&
-            !(tkvi_formats[c->pair.k].shared || tkvi_formats[c->pair.v].shared))
+            tkvi_is_view(&c->record[0].v) == p->geometry.v_in_k && !tkvi_pair_allocates(c->pair) &&
+            !tkvi_pair_token_parts(c->pair))
             return i;
     }
     return -1;
