@@ -44099,7 +44099,7 @@ static TKVI_NOINLINE int tkvi_text_line(const char *text, size_t size, const cha
     memset(&any, 0, sizeof any);
     tkvi_parse_begin(&r, tkvi_config_fields, TKVI_CONFIG_FIELDS, &any, text, size, NULL, 0);
     r.key.at = sentence;
-    r.key.n = strcspn(sentence, " ");
+    while (sentence[r.key.n] && sentence[r.key.n] != ' ') r.key.n++;
     row = tkvi_find_row(&r, &group, &index, &to);
     if (!row && r.key.n > 2 && r.key.at[r.key.n - 2] == '.') { /* .k or .v of a pair */
         r.key.n -= 2;

@@ -2694,7 +2694,7 @@ TEST(slides_leave_tokens_in_each_layer) {
 /* All tokens that a cut leaves had been evicted: there is no block, and a query that gives scores sees no key. */
 TEST(nothing_is_left_of_moved_tokens) {
     const uint64_t victims = ~(uint64_t)0;
-    static const float zeros[2 * KV_HEADS * V_DIM];
+    static const float zeros[2 * KV_HEADS * V_DIM] = {0};
     float q[2 * KV_HEADS * DIM] = {1.0f}, out[2 * KV_HEADS * V_DIM], lse[2 * KV_HEADS], scores[60];
     tkv_config cfg = make_move_config(1);
     tkv_attend_params p;

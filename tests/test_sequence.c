@@ -267,7 +267,7 @@ TEST(config_pressure_of_one_level) {
         check_bad_config(&cfg, "budget.pressure: ", "one level only");
     }
     cfg.budget.pressure.min_level = 0;
-    cfg.budget.pressure.profile = (tkv_pressure_profile)99;
+    cfg.budget.pressure.profile = (tkv_pressure_profile)(96 + i);
     check_bad_config(&cfg, "budget.pressure: ", "profile");
 }
 
