@@ -730,7 +730,6 @@ TEST(budgets_in_place_are_checked) {
     }
 }
 
-/* Each read of a callback fails once, or gives a damaged record: the cache is as new, and freed memory is wiped. */
 /* A budget in a file that is less than an empty cache holds. */
 TEST(budgets_that_no_cache_fits_into_are_refused) {
     tkv_config cfg = config_number(4);
@@ -758,6 +757,7 @@ TEST(budgets_that_no_cache_fits_into_are_refused) {
     }
 }
 
+/* Each read of a callback fails once, or gives a damaged record: the cache is as new, and freed memory is wiped. */
 TEST(failed_reads_leave_a_new_cache) {
     tkv_config cfg = config_number(0);
     tkv_load_params load = load_params(TKV_ALL_SEQS);
