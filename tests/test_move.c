@@ -412,7 +412,7 @@ TEST(moves_equal_turned_queries_to_the_bit) {
             memcpy(turned, q, sizeof q);
             for (h = 0; h < N * 2 * KV_HEADS; h++)
                 CHECK_EQ(tkv_rotate_rope(&cfg.model.rope, DIM, -distance[i], turned + h * DIM), TKV_OK);
-            for (n = 1; n <= N; n += N - 1) {
+            for (n = 1; n <= (i && tkv_test_quick() ? 1 : N); n += N - 1) {
                 CHECK_EQ(tkv_attend(kv, 1, 1, q, n, out), TKV_OK);
                 CHECK_EQ(tkv_attend(kv, 0, 1, turned, n, want), TKV_OK);
                 CHECK_MEM(out, want, (size_t)(n * OUT_ROW) * sizeof(float));

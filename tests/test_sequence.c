@@ -358,7 +358,8 @@ TEST(validate_config_explains_refusals) {
         cfg.budget.ladder = ladder;
         cfg.budget.n_levels = COUNT(k);
         cfg.budget.bytes = (size_t)1 << 30;
-        check_bad_config(&cfg, "layers", "4096");
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(reason, "layers is 4096; their formats") == reason, "%s", reason);
         cfg.model.n_layers = 64;
         check_good_config(&cfg, "64 layers with eight formats");
     }
