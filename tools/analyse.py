@@ -96,8 +96,8 @@ def limit():
 def findings_of(name, header, partly=False):
     """{(line, check): sentence}"""
     tool = next(filter(shutil.which, TOOLS[name][0]))
-    done = subprocess.run(TOOLS[name][1](tool, header) + (FEW if partly else []), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          preexec_fn=limit, check=False)
+    words = TOOLS[name][1](tool, header) + (FEW if partly else [])
+    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=limit, check=False)
     text = done.stdout.decode(errors="replace")
     found = {}
     for m in FINDING.finditer(text):

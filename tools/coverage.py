@@ -74,7 +74,9 @@ def source_of(program):
 
 def words_of(program, folder):
     """Returns the compiler's words for a test program with the copy in a folder. Include guards skip the original."""
-    first = "tieredkv.c" if program == WITHOUT else os.path.join("tests", "white.h") if is_white(program) else "tieredkv.h"
+    first = os.path.join("tests", "white.h") if is_white(program) else "tieredkv.h"
+    if program == WITHOUT:
+        first = "tieredkv.c"
     return ["-include", os.path.join(folder, first), source_of(program)]
 
 
@@ -155,9 +157,10 @@ def measure(program, folder, keys, full):
     os.makedirs(place, exist_ok=True)
     linked = [] if program == WITHOUT else [library_of(program, folder)]
     tested, path = os.path.join(place, program + ".o"), os.path.join(place, "program")
-    flags = FLAGS + WITHOUT_FLAGS if program == WITHOUT else FLAGS if is_white(program) else ["-O1", "-DNDEBUG"]
-    compile_or_exit(CC + flags +
-                    words_of(program, folder) + ["-c", "-o", tested])
+    flags = FLAGS if is_white(program) else ["-O1", "-DNDEBUG"]
+    if program == WITHOUT:
+        flags = FLAGS + WITHOUT_FLAGS
+    compile_or_exit(CC + flags + words_of(program, folder) + ["-c", "-o", tested])
     compile_or_exit(CC + ["--coverage", tested] + linked + ["-o", path, "-lm", "-pthread"])
     env = dict(os.environ, GCOV_PREFIX=os.path.join(place, "counts"))
     if not full:
