@@ -783,15 +783,16 @@ TEST(attention_keeps_its_bounds) {
         }
 }
 
-/*     white_bounds --seconds N [formats | attention | part of a name] */
+/*     white_bounds --seconds N [formats | attention] [part of a name] */
 int main(int argc, char **argv) {
     int formats = 1, attention = 1;
     limits.n_blocks = tkv_test_quick() ? 500 : 1500;
     if (argc > 2 && strcmp(argv[1], "--seconds") == 0) {
+        const char *kind = argc > 3 ? argv[3] : "";
+        attention = strcmp(kind, "formats") != 0;
+        formats = strcmp(kind, "attention") != 0;
         limits.seconds = atof(argv[2]);
-        limits.only = argc > 3 ? argv[3] : NULL;
-        if (argc > 3 && strcmp(argv[3], "formats") == 0) attention = 0, limits.only = NULL;
-        else if (argc > 3 && strcmp(argv[3], "attention") == 0) formats = 0, limits.only = NULL;
+        limits.only = argc > 4 ? argv[4] : formats && attention && argc > 3 ? kind : NULL;
         argc = 1;
     }
     tkv_test_begin(argc, argv);
