@@ -47061,7 +47061,9 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
         list.expired > list.len || list.chunk_start > list.len || list.is_moved > 1 ||
         (list.n && list.expired == list.len))
         return tkvi_refuse_saved_layer(l, "counts of the list do not fit in layer", layer);
-    if (TKVI_HAS_EVICT ? list.anchors != (list.n ? p->n_anchor_blocks : 0) : list.anchors > 0)
+    /* A list that lost all its tokens, but not its length, has lost its anchors too. */
+    if (list.anchors != (list.n && TKVI_HAS_EVICT ? p->n_anchor_blocks : 0) &&
+        (list.anchors || !tkvi_saved_start(&list, 0)))
         return tkvi_refuse_saved_model(l, "the sequence was saved with another number of anchors, layer",
                                        layer);
     for (i = 0; i < list.n && !fault; i += tkvi_saved_int(tkvi_run_of_entry(&list, i) + 12)) {

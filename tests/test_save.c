@@ -244,6 +244,36 @@ TEST(changed_sequences_are_saved) {
     }
 }
 
+/* A list whose tokens all went, but not its length, has lost its anchors. What is appended then has none. */
+TEST(sequences_that_lost_their_anchors_are_saved) {
+    tkv_config cfg = make_config(LAYERS, SEQS), plain;
+    cfg.model.rope.dim = 12;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    cfg.importance.sample_every = 1;
+    plain = cfg;
+    cfg.tiers.n_anchors = 8;
+    tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg), *other = create_cache(&plain);
+    const tkv_load_params load = load_params(3);
+    for (int n = 0; n < 2; n++) {
+        CHECK_EQ(append_to_all_layers(a, n, 1, 100, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(a, n, 0, 80), TKV_OK);
+        if (n) CHECK_EQ(tkv_seq_truncate(a, n, 60), TKV_OK);
+        CHECK_EQ(append_to_all_layers(a, n, 1, 5, 5), TKV_OK);
+        const size_t bytes = save_sequence(a, n, file);
+        CHECK_EQ(tkv_seq_reset(b, 3), TKV_OK);
+        CHECK_MSG(tkv_seq_load(b, &load, file, bytes, NULL) == TKV_OK, "%d: %s", n, tkv_get_last_error(b));
+        const answers x = ask(a, n), y = ask(b, 3);
+        CHECK_MSG(memcmp(&x, &y, sizeof x) == 0, "%d: attention differs", n);
+        CHECK_EQ(append_to_all_layers(b, 3, 1, 300, 50), TKV_OK);
+        check_cache_at(b, "without anchors", n);
+        CHECK_EQ(tkv_seq_load(other, &load, file, bytes, NULL), n ? TKV_OK : TKV_ERR_CONFIG);
+        check_cache_at(other, "no anchors here", n);
+    }
+    tkv_destroy(a);
+    tkv_destroy(b);
+    tkv_destroy(other);
+}
+
 /* >>other plans */
 TEST(other_plans_load_it) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -2333,6 +2363,7 @@ int main(int argc, char **argv) {
     RUN(the_drawn_frame_is_there);
     RUN(a_loaded_sequence_gives_the_same_bits);
     RUN(changed_sequences_are_saved);
+    RUN(sequences_that_lost_their_anchors_are_saved);
     RUN(other_plans_load_it);
     RUN(other_models_are_refused);
     RUN(tables_of_many_caches);

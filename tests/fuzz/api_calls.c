@@ -9,8 +9,10 @@
  *   - a call with a sequence or layer that does not exist has failed;
  *   - exact tokens read back to the bit, compressed ones as the same tokens: a range of one layer of one sequence in
  *     turn, of a layer of each sequence after a call that failed, and all tokens at the end.
- * Attention must agree with tkv_attend_reference. Configs, tables and stores of thresholds are also read from the
- * bytes of the input. Allocations and the store of offloaded blocks fail on demand.
+ * Attention must agree with tkv_attend_reference, and have the same bits in parts. Sequences are saved, also to journals,
+ * and loaded: whole, damaged, through callbacks, attached. Now and then the cache is saved, ends, and goes on in a new
+ * one. Attention over what was loaded must have the same bits. Configs, tables and stores of thresholds are also read
+ * from the bytes of the input. Allocations, callbacks, and the store of offloaded blocks fail on demand.
  *
  * Coverage-guided, with clang (about a minute to build; `make fuzz` does the same for FUZZ_SECONDS):
  *     clang -g -O1 -DTKV_NO_SIMD -include assert.h -DTKV_ASSERT=assert -fsanitize=fuzzer,address,undefined \
@@ -421,12 +423,20 @@ static void check_everything(unsigned layers, int n_values) {
     for (s = 0; s < SEQS; s++)
         for (l = 0; l < cfg.model.n_layers && !tkv_test_.n_bad; l++) check_states(s, l);
     for (s = 0; s < SEQS; s++) {
+        CHECK_LE(tkv_seq_find_state(kv, s, TKV_UNLIMITED), max_len(s));
         CHECK_EQ(tkv_get_length(kv, s, TKV_ALL_LAYERS), min_len(s));
         if (cfg.model.n_layers == LAYERS) {
             CHECK_EQ(tkv_get_length(kv, s, 2), model[s][0].len);
             CHECK_EQ(tkv_get_length(kv, s, 3), 0);
         }
     }
+}
+
+/* Memory of exactly `n` bytes: a read behind them is found. */
+static uint8_t *exact_memory(size_t n) {
+    uint8_t *p = (uint8_t *)malloc(n ? n : 1);
+    if (!p) exit(2);
+    return p;
 }
 
 /* >>calls */
@@ -1029,7 +1039,8 @@ static tkv_status call_prefix(void) {
     sprintf(call.text, "%s %d tokens of sequence %d, %d", adopts ? "adopt" : "name", n, src, dst);
     if (n > LONGEST || (adopts && !is_seq(src))) return skip_call(); /* there is no text */
     if (!is_seq(src)) return name_prefix(src, 0);
-    if (!adopts && with_text) { /* long enough for a page */
+    if (!adopts && how & 64) (void)tkv_freeze_calibration(kv); /* pages need it */
+    if (!adopts && with_text) {                                /* long enough for a page */
         CHECK_EQ(tkv_seq_reset(kv, src), TKV_OK);
         reset_model(src);
         for (i = 0; i < 6; i++) {
@@ -1192,9 +1203,28 @@ static tkv_status call_set_budget(void) {
     return st;
 }
 
+/* Follows the advice of scores that are good, poor or mixed. */
+static tkv_status adapt_plan(void) {
+    tkv_feedback f;
+    tkv_advice advice;
+    tkv_status st;
+    const int how = next_byte(), n = 1 + next_byte() % 100;
+    int i;
+    CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+    for (i = 0; i < n; i++)
+        CHECK_EQ(tkv_observe_score(&f, how % 3 == 2 ? (float)(i % 2) : how % 3 ? 1.0f : 0.1f), TKV_OK);
+    CHECK_EQ(tkv_observe_score(&f, tkv_test_float(0x7fc00000u)), TKV_ERR_ARG);
+    st = tkv_adapt_plan(kv, &f, &advice);
+    sprintf(call.text, "advice: %.100s", st ? "" : advice.reason);
+    if (!st) memset(reserved, 0, sizeof reserved);
+    return st;
+}
+
 static tkv_status call_set_plan(void) {
-    const int which = next_byte() % 2, n = which ? choose_int(0, 6) : choose_int(1, 200);
-    const tkv_status st = which ? tkv_set_level(kv, n) : tkv_set_hot_tokens(kv, n);
+    const int which = next_byte() % 3, n = which ? choose_int(0, 6) : choose_int(1, 200);
+    tkv_status st;
+    if (which == 2) return adapt_plan();
+    st = which ? tkv_set_level(kv, n) : tkv_set_hot_tokens(kv, n);
     sprintf(call.text, "%s %d", which ? "level" : "hot tokens", n);
     if (!which && n < 1) call.must_fail = 1;
     if (!st) memset(reserved, 0, sizeof reserved);
@@ -1273,6 +1303,35 @@ static void compare_attention(int n_rows) {
     }
 }
 
+/* The same call in parts, in any order: the same bits. Before them comes one that is refused. */
+static void attend_in_parts(tkv_attend_params p, int n_rows) {
+    const int how = next_byte(), n_parts = 1 + how % 11, offset = how / 4;
+    const size_t n = (size_t)(n_rows * cfg.model.n_heads * v_dim) * sizeof *out_b,
+                 n_lse = (size_t)(n_rows * cfg.model.n_heads) * sizeof *lse_b;
+    const int failed = store.n_failed;
+    size_t bytes = 0;
+    uint8_t *space;
+    tkv_status st = TKV_OK;
+    int i;
+    CHECK_EQ(tkv_get_attend_bytes(kv, &p, &bytes), TKV_OK);
+    CHECK(bytes >= 128);
+    space = exact_memory(bytes + (size_t)offset);
+    memset(space + offset, 0, 128);
+    p.out = out_b, p.lse = lse_b, p.scores = NULL;
+    CHECK_EQ(tkv_attend_part(kv, &p, n_parts, n_parts, space + offset, bytes), TKV_ERR_ARG);
+    CHECK_EQ(tkv_attend_part(kv, &p, 0, n_parts, space + offset, bytes - 1), TKV_ERR_CAPACITY);
+    memset(space + offset, 0, 128);
+    for (i = 0; i < n_parts; i++) {
+        CHECK_EQ(st, TKV_OK);
+        st = tkv_attend_part(kv, &p, how & 64 ? n_parts - 1 - i : i, n_parts, space + offset, bytes);
+    }
+    free(space);
+    if (store.n_failed != failed) return;
+    CHECK_EQ(st, TKV_OK);
+    CHECK_MEM(out_b, out_a, n);
+    CHECK_MEM(lse_b, lse_a, n_lse);
+}
+
 static tkv_status call_attend(void) {
     const int layer = choose_layer(), how = next_byte(), what = next_byte(), with_batch = how & 1;
     const int l = stored_layer(layer), heads = cfg.model.n_heads, dim = cfg.model.head_dim;
@@ -1283,6 +1342,7 @@ static tkv_status call_attend(void) {
     int n = 0, n_used, longest = 0, failed = store.n_failed, n_rows = with_batch ? 2 : 1;
     tkv_rng rng;
     tkv_status st, want;
+    char reason[200];
     memset(&p, 0, sizeof p);
     for (i = 0; i < n_rows; i++) {
         rows[i].seq = choose_seq();
@@ -1356,9 +1416,18 @@ static tkv_status call_attend(void) {
     memset(out_b, 0, sizeof out_b);
     memset(lse_a, 0, sizeof lse_a);
     memset(lse_b, 0, sizeof lse_b);
+    want = tkv_validate_attend(kv, &p, reason, sizeof reason);
+    CHECK_EQ(want == TKV_OK, reason[0] == 0);
     st = tkv_attend_ex(kv, &p);
+    if (want) CHECK_EQ(st, want);
+    else CHECK(st == TKV_OK || st == TKV_ERR_IO || st == TKV_ERR_DATA || st == TKV_ERR_NO_SOURCE);
     if (call.must_fail) return st;
     if (store.n_failed != failed) return st;
+    if (!st && next_byte() % 4 == 0) {
+        attend_in_parts(p, n_used);
+        memset(out_b, 0, sizeof out_b);
+        memset(lse_b, 0, sizeof lse_b);
+    }
     store.fail_read = store.corrupt_read = fail_at_row = 0;
     p.out = out_b;
     p.lse = lse_b;
@@ -1378,6 +1447,20 @@ static tkv_status call_read(void) {
     st = tkv_read(kv, seq, layer, start, n, sides & 1 ? k_out : NULL, sides & 2 ? v_out : NULL);
     if (call.must_fail) return st;
     if (start < 0 || n < 0 || (int64_t)start + n > model[seq][stored_layer(layer)].len) CHECK(st != TKV_OK);
+    if (!st && n > 1 && sides & 1) { /* by indices, backwards from one of them, and the newest twice */
+        static float k_listed[LONGEST * MAX_ROW];
+        int indices[CHUNK], i, some = min_of(n, CHUNK), failed = store.n_failed;
+        tkv_status listed;
+        for (i = 0; i < some; i++) indices[i] = start + (i < some / 2 ? i : n - 1 - i / 2);
+        listed = tkv_read_tokens(kv, seq, layer, indices, some, k_listed, NULL);
+        if (store.n_failed != failed) return st;
+        CHECK_EQ(listed, TKV_OK);
+        for (i = 0; i < some; i++)
+            CHECK_MEM(k_listed + i * k_row, k_out + (indices[i] - start) * k_row,
+                      (size_t)k_row * sizeof *k_out);
+        indices[some - 1] = sides & 4 ? -1 : LONGEST + 1;
+        CHECK(tkv_read_tokens(kv, seq, layer, indices, some, k_listed, NULL) != TKV_OK);
+    }
     return st;
 }
 
@@ -1582,6 +1665,354 @@ static tkv_status call_free_bytes(void) {
                               actions, capacity, &freed);
 }
 
+/* >>saving */
+enum { MOST_ATTACHED = 8, SCRATCH = 1 << 19 };
+
+/* What the layers of a sequence attend: the bits of one query, or a status. */
+typedef struct answers {
+    float out[2][MAX_HEADS * MAX_DIM];
+    tkv_status st[2];
+} answers;
+
+static void ask(int seq, answers *a) {
+    static float q[MAX_HEADS * MAX_DIM];
+    tkv_rng rng = tkv_rng_seed(4);
+    int l;
+    memset(a, 0, sizeof *a);
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (l = 0; l < 2; l++) a->st[l] = tkv_attend(kv, seq, l, q, 1, a->out[l]);
+}
+
+static void check_same_answers(const answers *a, const answers *b) {
+    int l;
+    for (l = 0; l < 2; l++) {
+        CHECK_EQ(a->st[l], b->st[l]);
+        if (!a->st[l]) CHECK_MEM(a->out[l], b->out[l], sizeof a->out[l]);
+    }
+}
+
+/* The newest file: a saved sequence, or a journal that ends with it. */
+typedef struct saved_model {
+    model_layer layer[2];
+    size_t end; /* of this save in the file; 0: there is none */
+} saved_model;
+
+static struct {
+    uint8_t *bytes;
+    size_t n;
+    int n_tokens;
+    saved_model newest, former;
+    answers of_newest;
+    int has_answers;
+} saved;
+
+static void *attached[MOST_ATTACHED]; /* files that the cache reads; a release sets NULL */
+
+static void release_file(void *user, const void *bytes, size_t size) {
+    void **place = (void **)user;
+    (void)size;
+    CHECK(*place && *place <= bytes);
+    free(*place);
+    *place = NULL;
+}
+
+static int n_attached_files(void) {
+    int i, n = 0;
+    for (i = 0; i < MOST_ATTACHED; i++) n += attached[i] != NULL;
+    return n;
+}
+
+static void forget_saved(void) {
+    free(saved.bytes);
+    memset(&saved, 0, sizeof saved);
+}
+
+/* Scratch memory, for most caches in place, and for some others. Now and then it is small. */
+static void *choose_scratch(size_t *bytes) {
+    const int how = next_byte();
+    *bytes = how % 8 == 7 ? (size_t)how * 16 : (size_t)SCRATCH;
+    if (how % 2 == 0 && !in_place) *bytes = 0;
+    return *bytes ? exact_memory(*bytes) : NULL;
+}
+
+typedef struct pieces {
+    const uint8_t *want; /* the bytes that tkv_seq_save gave */
+    size_t at, n;
+    int fail_at; /* n: the n-th piece fails; 0: none */
+} pieces;
+
+static int take_piece(void *user, const void *bytes, size_t size) {
+    pieces *p = (pieces *)user;
+    if (p->fail_at && --p->fail_at == 0) {
+        store.n_failed++;
+        return 1;
+    }
+    CHECK_LE(size, p->n - p->at);
+    if (size <= p->n - p->at) CHECK_MEM(bytes, p->want + p->at, size);
+    p->at += size;
+    return 0;
+}
+
+static int give_piece(void *user, size_t at, void *bytes, size_t size) {
+    pieces *p = (pieces *)user;
+    if (p->fail_at && --p->fail_at == 0) {
+        store.n_failed++;
+        return 1;
+    }
+    CHECK(at <= p->n && size <= p->n - at);
+    if (at <= p->n && size <= p->n - at) memcpy(bytes, p->want + at, size);
+    return 0;
+}
+
+/* Saves to memory of exactly the bytes that the cache asks for. */
+static tkv_status save_exactly(const tkv_save_params *p, uint8_t **bytes, size_t *n) {
+    const int failed = memory.n_refused + store.n_failed;
+    size_t again = 0;
+    tkv_status st = tkv_seq_save(kv, p, NULL, 0, n);
+    *bytes = NULL;
+    if (st) return st;
+    *bytes = exact_memory(*n);
+    CHECK(*n > 0);
+    st = tkv_seq_save(kv, p, *bytes, *n - 1, &again);
+    CHECK(st == TKV_ERR_CAPACITY || st == TKV_ERR_BUDGET || memory.n_refused + store.n_failed != failed);
+    st = tkv_seq_save(kv, p, *bytes, *n, &again);
+    if (!st) CHECK_EQ(again, *n);
+    else if (memory.n_refused + store.n_failed == failed) /* to count takes less memory */
+        CHECK(st == TKV_ERR_BUDGET || (st == TKV_ERR_CAPACITY && p->scratch_bytes < SCRATCH));
+    if (!st) return st;
+    free(*bytes);
+    *bytes = NULL;
+    return st;
+}
+
+static tkv_status call_save(void) {
+    static int tokens[CHUNK];
+    const int seq = choose_seq(), how = next_byte(), n_tokens = next_byte() % CHUNK;
+    tkv_save_params p;
+    tkv_save_info info;
+    uint8_t *added, *whole;
+    size_t n;
+    int l, i, failed = store.n_failed;
+    pieces rest;
+    answers of_seq;
+    tkv_status st;
+    ask(seq, &of_seq);
+    failed = store.n_failed - failed;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.model = "fuzz", p.model_bytes = 4;
+    p.with_scores = how & 1;
+    if (how & 2) p.length = choose_int(0, is_seq(seq) ? max_len(seq) + 2 : 4);
+    if (how & 4 && saved.n) p.former = saved.bytes, p.former_bytes = saved.n;
+    if (how & 8) p.tokens = tokens, p.n_tokens = n_tokens;
+    for (i = 0; i < CHUNK; i++) tokens[i] = i * 7 - 20;
+    p.scratch = choose_scratch(&p.scratch_bytes);
+    p.info = &info;
+    sprintf(call.text, "save %d of sequence %d%s", p.length, seq, p.former ? " to a journal" : "");
+    if (p.length < 0) call.must_fail = 1;
+    memset(&info, 0, sizeof info);
+    st = save_exactly(&p, &added, &n);
+    if (!st && how & 16) { /* through a callback, the same bytes */
+        const int before = memory.n_refused + store.n_failed;
+        tkv_status of_pieces;
+        memset(&rest, 0, sizeof rest);
+        rest.want = added, rest.n = n, rest.fail_at = how & 32 ? 1 + next_byte() % 16 : 0;
+        of_pieces = tkv_seq_save_to(kv, &p, take_piece, &rest);
+        if (memory.n_refused + store.n_failed == before) CHECK_EQ(of_pieces, TKV_OK);
+        if (!of_pieces) CHECK_EQ(rest.at, n);
+    }
+    free(p.scratch);
+    if (is_seq(seq) && in_step[seq]) CHECK(st != TKV_OK);
+    if (st == TKV_ERR_STATE) CHECK(in_step[seq]);
+    if (st == TKV_ERR_RANGE) CHECK(p.length && (window_of(0) || window_of(1)));
+    if (st || !is_seq(seq)) {
+        free(added);
+        return st;
+    }
+    CHECK_EQ(info.bytes, n);
+    CHECK_LE(info.at, saved.n);
+    if (!p.former) CHECK_EQ(info.at, 0);
+    whole = exact_memory(info.at + n);
+    if (info.at) memcpy(whole, saved.bytes, info.at);
+    memcpy(whole + info.at, added, n);
+    free(added);
+    free(saved.bytes);
+    saved.bytes = whole;
+    saved.n = info.at + n;
+    if (info.at) CHECK_EQ(info.at, saved.newest.end);
+    saved.former = saved.newest;
+    if (!info.at) saved.former.end = 0;
+    memcpy(saved.newest.layer, model[seq], sizeof saved.newest.layer);
+    saved.newest.end = saved.n;
+    saved.n_tokens = p.n_tokens;
+    saved.of_newest = of_seq;
+    saved.has_answers = !failed && !p.length;
+    for (l = 0; l < 2 && p.length; l++) {
+        model_layer *s = &saved.newest.layer[l];
+        s->len = min_of(s->len, p.length);
+    }
+    return st;
+}
+
+/* Loads the newest file, or the one before it from a journal whose end is damaged. */
+static tkv_status load_saved(void) {
+    static int tokens[CHUNK];
+    const int seq = choose_seq(), how = next_byte(), which = next_byte(), offset = next_byte() % 64;
+    const int what = which % 8, damages = what == 1 || what == 2, recover = what == 2, through = how & 2,
+              attaches = how & 4 && !through && !damages;
+    const saved_model *from = &saved.newest;
+    tkv_load_params p;
+    tkv_load_info info;
+    pieces file;
+    uint8_t *raw, *bytes;
+    size_t n = saved.n, at;
+    int i, l, slot, was_empty, is_wrong = damages, may_be_wrong = 0, failed;
+    tkv_status st;
+    for (i = 0; i < SEQS && which / 8 % 4; i++) {
+        if (!in_step[i]) continue;
+        CHECK_EQ(tkv_seq_abort(kv, i), TKV_OK);
+        for (l = 0; l < 2; l++) truncate_model(i, l, model[i][l].step_len);
+        in_step[i] = reserved[i] = 0;
+    }
+    if (which / 32 && is_seq(seq)) {
+        CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+        reset_model(seq);
+    }
+    raw = exact_memory(n + 64 + (size_t)offset);
+    bytes = raw + (attaches ? (64 - (uintptr_t)raw % 64) % 64 : (size_t)offset);
+    if (!attaches) bytes = raw = (uint8_t *)realloc(raw, n);
+    if (!raw) exit(2);
+    memcpy(bytes, saved.bytes, n);
+    memset(&p, 0, sizeof p);
+    memset(&info, 0, sizeof info);
+    p.seq = seq;
+    p.model = "fuzz", p.model_bytes = 4;
+    p.recover = recover;
+    if (damages) { /* one byte, or all from there on */
+        const int cuts = how & 16;
+        at = (size_t)(next_byte() << 16 | next_byte() << 8 | next_byte()) % n;
+        if ((recover || cuts) && at < saved.former.end) /* no older save can be found */
+            at = saved.former.end + at % (n - saved.former.end);
+        if (cuts) n = at;
+        else bytes[at] = (uint8_t)(bytes[at] ^ (1 + next_byte() % 255));
+        if (saved.former.end && (recover || (cuts && at == saved.former.end)))
+            from = &saved.former, is_wrong = 0;
+        may_be_wrong = at < saved.former.end; /* the newest save may do without this byte */
+        is_wrong &= !may_be_wrong;
+    }
+    if (what == 3) p.model_bytes = 3, is_wrong = 1;
+    if (how & 32) p.tokens = tokens, p.token_capacity = from == &saved.newest ? saved.n_tokens : CHUNK;
+    if (what == 4 && how & 32 && p.token_capacity) p.token_capacity--, is_wrong = 1;
+    for (slot = 0; slot < MOST_ATTACHED - 1 && attached[slot]; slot++) {}
+    if (attaches && attached[slot]) {
+        free(raw);
+        return skip_call();
+    }
+    if (attaches)
+        p.attach = 1, p.release = release_file, p.release_user = &attached[slot], attached[slot] = raw;
+    p.scratch = choose_scratch(&p.scratch_bytes);
+    was_empty = is_seq(seq) && !max_len(seq);
+    if (!was_empty || in_step[seq]) call.must_fail = 1;
+    allow_reclaim(seq);
+    for (l = 0; l < 2 && was_empty && !in_step[seq]; l++) { /* what is evicted meanwhile is of these tokens */
+        model_layer *to = &model[seq][l];
+        *to = from->layer[l];
+        to->exact_from = to->len;
+    }
+    sprintf(call.text, "load %lu bytes as sequence %d%s%s%s", (unsigned long)n, seq,
+            damages ? ", damaged" : "", through ? ", through a callback" : "", attaches ? ", attached" : "");
+    failed = memory.n_refused + store.n_failed;
+    if (through) {
+        memset(&file, 0, sizeof file);
+        file.want = bytes, file.n = n, file.fail_at = how & 64 ? 1 + next_byte() % 16 : 0;
+        st = tkv_seq_load_from(kv, &p, n, give_piece, &file, &info);
+    } else st = tkv_seq_load(kv, &p, bytes, n, &info);
+    failed = memory.n_refused + store.n_failed - failed;
+    free(p.scratch);
+    if (!attaches) free(raw);
+    else if (st) {
+        CHECK(attached[slot] == raw); /* it is the caller's again */
+        free(raw);
+        attached[slot] = NULL;
+    }
+    if (is_wrong) CHECK_MSG(st != TKV_OK, "a wrong file was loaded");
+    if (st && was_empty && !in_step[seq]) truncate_model(seq, 0, 0), truncate_model(seq, 1, 0);
+    if (st == TKV_ERR_DATA && !is_wrong && !may_be_wrong) CHECK(failed);
+    CHECK(st != TKV_ERR_RANGE && st != TKV_ERR_NO_SOURCE);
+    if (is_wrong || may_be_wrong) call.is_hostile = 1;
+    if (st) return st;
+    CHECK_EQ(info.end, from->end);
+    CHECK_EQ(info.n_tokens, min_len(seq));
+    if (from == &saved.newest) CHECK_EQ(info.n_saved_tokens, saved.n_tokens);
+    for (i = 0; i < info.n_saved_tokens && how & 32; i++) CHECK_EQ(tokens[i], i * 7 - 20);
+    has_moved[seq] = 1;
+    reserved[seq] = has_discards[seq] = may_share[seq] = 0;
+    if (from == &saved.newest && saved.has_answers && !info.n_recoded && !budget_before && !failed) {
+        answers a;
+        const int before = store.n_failed;
+        ask(seq, &a);
+        if (store.n_failed == before) check_same_answers(&a, &saved.of_newest);
+    }
+    return st;
+}
+
+static tkv_status call_load(void) { return saved.n ? load_saved() : call_save(); }
+
+/* Saves the whole cache, ends it, and goes on with one that loads it. */
+static tkv_status call_restart(void) {
+    static answers before[SEQS];
+    tkv_status st;
+    const int how = next_byte(), fail_at = how > 220 ? 1 + next_byte() % 8 : 0;
+    const int failed = store.n_failed + memory.n_refused;
+    tkv_save_params p;
+    tkv_load_params load;
+    uint8_t *bytes;
+    size_t n;
+    int s, is_open = 0;
+    memset(&p, 0, sizeof p);
+    memset(&load, 0, sizeof load);
+    p.seq = load.seq = TKV_ALL_SEQS;
+    for (s = 0; s < SEQS; s++) is_open |= in_step[s];
+    for (s = 0; s < SEQS; s++) ask(s, &before[s]);
+    p.scratch = load.scratch = choose_scratch(&p.scratch_bytes);
+    load.scratch_bytes = p.scratch_bytes;
+    sprintf(call.text, "save the whole cache, and load it");
+    st = save_exactly(&p, &bytes, &n);
+    if (is_open) CHECK(st != TKV_OK);
+    if (st == TKV_ERR_STATE) CHECK(is_open);
+    if (st) {
+        free(p.scratch);
+        return st;
+    }
+    tkv_destroy(kv);
+    kv = NULL;
+    CHECK_EQ(n_attached_files(), 0);
+    memory.fail_at = store.fail_read = store.corrupt_read = store.fail_write = fail_at_row = 0;
+    if (in_place) {
+        check_borders(&arena);
+        free(arena.raw);
+        kv = create_cache_in_place(&cfg, &arena, (size_t)(how % 64));
+    } else {
+        CHECK_EQ(memory.held, 0);
+        CHECK_EQ(tkv_create(&cfg, &kv), TKV_OK);
+    }
+    memory.fail_at = in_place ? 0 : fail_at;
+    st = tkv_seq_load(kv, &load, bytes, n, NULL);
+    memory.fail_at = 0;
+    if (st) { /* a new cache */
+        for (s = 0; s < SEQS; s++) reset_model(s);
+    } else if (store.n_failed + memory.n_refused == failed) {
+        for (s = 0; s < SEQS; s++) {
+            answers after;
+            ask(s, &after);
+            check_same_answers(&after, &before[s]);
+        }
+    }
+    free(p.scratch);
+    free(bytes);
+    return st;
+}
+
 /* >>reports */
 static tkv_status call_report(void) {
     static char text[1 << 16];
@@ -1613,6 +2044,8 @@ static tkv_status call_fail_next(void) {
     sprintf(call.text, "failures: %d", fail_next);
     return TKV_OK;
 }
+
+#define SAVE_ERRORS (MEMORY_ERRORS | ERR(STATE) | ERR(NO_SOURCE) | ERR(IO) | ERR(DATA) | ERR(RANGE))
 
 static const struct {
     const char *name;
@@ -1655,6 +2088,9 @@ static const struct {
     {"discard", 6, call_discard, ERR(STATE)},
     {"restore", 8, call_restore, MEMORY_ERRORS | ERR(STATE) | ERR(RANGE)},
     {"free bytes", 3, call_free_bytes, ERR(STATE) | ERR(ARG)},
+    {"save", 10, call_save, SAVE_ERRORS},
+    {"load", 14, call_load, SAVE_ERRORS | ERR(CONFIG)},
+    {"restart", 5, call_restart, SAVE_ERRORS},
     {"report", 4, call_report, ERR(ARG)},
     {"failures", 8, call_fail_next, 0},
 };
@@ -1865,7 +2301,9 @@ static void run_cache(void) {
         tkv_destroy(kv);
         if (in_place) check_borders(&arena);
         else CHECK_EQ(memory.held, 0);
+        CHECK_EQ(n_attached_files(), 0);
     }
+    forget_saved();
     free(arena.raw);
     if (store.key) destroy_test_store(&store);
 }
