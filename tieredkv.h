@@ -2756,7 +2756,8 @@ TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, in
  * the place of the layer's newest older state of equal bytes, or is refused.
  * Errors, no token and no needed state changed:
  *   TKV_ERR_BUDGET     the budget has no room beside tokens and newest states
- *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; or n_tokens is more than max_tokens
+ *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; n_tokens is more than max_tokens; or in
+ *                      place the layers of a sequence have states at too many different positions
  *   TKV_ERR_NOMEM      the allocator returned NULL
  *   TKV_ERR_ARG        no such sequence or layer, n_tokens is below 1, or bytes or size is 0
  * Cost: a copy, and O(states of the sequence). */
@@ -2874,7 +2875,8 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
 TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
                                    void *user);
 /* Loads a saved sequence into an empty one, or a whole cache into a new one. All of the file is verified first. After
- * an error the sequence is empty, and all others have the tokens that they had; a new cache is as new.
+ * an error the sequence is empty, and all others have the tokens that they had; a new cache is as new. A layer that had
+ * no table may keep that of the file.
  *   bytes   [size] a saved sequence or cache, at any address
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
@@ -2889,7 +2891,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *                      there is no memory to attach
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE; attach: TKV_NO_OFFLOAD)
  * Under a budget with a policy, tokens of other sequences may be evicted for the loaded ones, as by an append.
- * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
+ * Cost: O(bytes of the sequence); attached blocks O(1) each, and 8 bytes more. A forged file can name one record for
+ * many blocks, so it may be small: limits.max_tokens and the budget bound what it costs. It takes memory for one block
+ * or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
 /* Loads a saved sequence or cache through a callback, such as that of an archive. The index, lists, tables and states
@@ -4693,15 +4697,24 @@ static void tkvi_append_text(tkvi_text *t, const char *s) {
     if (t->at) *t->at = 0;
 }
 
-static void tkvi_append_int(tkvi_text *t, int64_t n) {
+static void tkvi_append_digits(tkvi_text *t, uint64_t u) {
     char digits[24];
     int i = 23;
-    uint64_t u = n < 0 ? 0u - (uint64_t)n : (uint64_t)n;
     digits[i] = 0;
     do digits[--i] = (char)('0' + (int)(u % 10u));
     while (u /= 10u);
-    if (n < 0) digits[--i] = '-';
     tkvi_append_text(t, digits + i);
+}
+
+static void tkvi_append_int(tkvi_text *t, int64_t n) {
+    if (n < 0) tkvi_append_text(t, "-");
+    tkvi_append_digits(t, n < 0 ? 0u - (uint64_t)n : (uint64_t)n);
+}
+
+/* A size as the number of a sentence. */
+static int64_t tkvi_int_of_size(size_t n) {
+    const uint64_t most = (uint64_t)-1 >> 1;
+    return (int64_t)((uint64_t)n < most ? (uint64_t)n : most);
 }
 
 /* Writes `what`; and behind it the number and `more`, except if that is NULL. */
@@ -27079,7 +27092,8 @@ static tkvi_state *tkvi_find_state(const tkvi_state_list *list, int layer, int n
     return i < end && list->held[i].state->layer == layer ? list->held[i].state : NULL;
 }
 
-/* Grows a list to n states. Returns 0 without memory. In place a list has room for all (tkvi_most_states). */
+/* Grows a list to n states. Returns 0 without memory. In place a list has room for all (tkvi_most_states), except if
+ * layers have states at positions of their own. */
 static int tkvi_grow_state_list(tkvi_states *s, int seq, int n) {
     tkvi_state_list *list = &s->list[seq];
     const uint32_t cap = tkvi_cap_for(n);
@@ -28287,14 +28301,14 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
         tkvi_append_text(&t, "budget.bytes is ");
-        tkvi_append_int(&t, (int64_t)derived->cfg.budget.bytes);
+        tkvi_append_digits(&t, (uint64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
-        tkvi_append_int(&t, (int64_t)tkvi_least_budget(derived, &s));
+        tkvi_append_digits(&t, (uint64_t)tkvi_least_budget(derived, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
-        tkvi_append_int(&t, (int64_t)s.total);
+        tkvi_append_digits(&t, (uint64_t)s.total);
         tkvi_append_text(&t, " bytes");
     }
     return st;
@@ -28637,17 +28651,20 @@ static int tkvi_allocate_states_in_place(tkv_cache *kv) {
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
                                        tkvi_in_place_sizes *sizes, char *reason, size_t size) {
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
-    if (!st && cfg->limits.max_tokens == 0)
+    if (st) return st;
+    if (cfg->limits.max_tokens == 0)
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
-    if (TKVI_HAS_METER && !st && derived->n_levels > 1 && derived->ladder[1].from_tokens)
+    if (TKVI_HAS_METER && derived->n_levels > 1 && derived->ladder[1].from_tokens)
         return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
                         "it must be 0 in place: there the plan is fixed");
-    if (!st) st = tkvi_size_in_place(derived, sizes);
-    if (st == TKV_ERR_BUDGET)
-        return tkvi_give_reason(
-            st, "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages",
-            reason, size);
-    return st;
+    st = tkvi_size_in_place(derived, sizes);
+    if (!st) return TKV_OK;
+    return tkvi_give_reason(
+        st,
+        st == TKV_ERR_BUDGET
+            ? "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages"
+            : "limits.max_tokens times limits.max_seqs, or limits.state_bytes, are too large in place",
+        reason, size);
 }
 
 /* Refuses memory that is too small, with the bytes that limits.max_append costs. */
@@ -28659,12 +28676,12 @@ static tkv_status tkvi_refuse_in_place(const tkv_config *cfg, size_t bytes, size
     tkvi_in_place_sizes least;
     shorter.limits.max_append = TKVI_BLOCK;
     tkvi_append_text(&t, "bytes is ");
-    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_digits(&t, (uint64_t)bytes);
     tkvi_append_text(&t, "; the config needs ");
-    tkvi_append_int(&t, (int64_t)needed);
+    tkvi_append_digits(&t, (uint64_t)needed);
     if (tkvi_derive_in_place(&shorter, &derived, &least, NULL, 0) == TKV_OK && least.bytes < needed) {
         tkvi_append_text(&t, ". limits.max_append 64 would save ");
-        tkvi_append_int(&t, (int64_t)(needed - least.bytes));
+        tkvi_append_digits(&t, (uint64_t)(needed - least.bytes));
         tkvi_append_text(&t, " of them");
     }
     return TKV_ERR_CAPACITY;
@@ -33392,9 +33409,9 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
         tkvi_append_text(&t, "the call needs ");
-        tkvi_append_int(&t, (int64_t)bytes);
+        tkvi_append_digits(&t, (uint64_t)bytes);
         tkvi_append_text(&t, " bytes, more than the budget; ");
-        tkvi_append_int(&t, (int64_t)largest);
+        tkvi_append_digits(&t, (uint64_t)largest);
         tkvi_append_text(&t, " of those held are ");
         tkvi_append_text(&t, part);
         tkvi_append_text(&t, "; reset a sequence or raise it");
@@ -37459,7 +37476,7 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             *done += !st;
             continue;
         }
-        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && p->compute && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
         if (tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
@@ -39141,9 +39158,9 @@ static int tkvi_fit_states(tkvi_states *s, size_t bytes) {
 static tkv_status tkvi_refuse_state_bytes(tkv_cache *kv, size_t bytes) {
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, "a state of ");
-    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_digits(&t, (uint64_t)bytes);
     tkvi_append_text(&t, " bytes does not fit into limits.state_bytes beside the newest ones, which take ");
-    tkvi_append_int(&t, (int64_t)(kv->states.held_bytes - kv->states.spare_bytes));
+    tkvi_append_digits(&t, (uint64_t)(kv->states.held_bytes - kv->states.spare_bytes));
     return TKV_ERR_CAPACITY;
 }
 
@@ -45129,11 +45146,11 @@ static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out
     s->kv->call.lacks_scratch = 1;
     if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
         return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:",
-                         (int64_t)(s->kv->call.scratch_used + taken + bytes) + 63, "");
+                         tkvi_int_of_size(tkvi_add_sizes(s->kv->call.scratch_used + taken + 63, bytes)), "");
     *out = s->from ? s->from + gap + taken : (uint8_t *)tkvi_get(&s->kv->heap, bytes);
     if (!*out)
-        return tkvi_refuse_no_memory(
-            s->kv, "no memory to save or load; give scratch of bytes:", (int64_t)(taken + bytes) + 63, "");
+        return tkvi_refuse_no_memory(s->kv, "no memory to save or load; give scratch of bytes:",
+                                     tkvi_int_of_size(tkvi_add_sizes(taken + 63, bytes)), "");
     s->kv->call.lacks_scratch = 0;
     s->piece[s->n].at = *out;
     s->piece[s->n].before = s->taken;
@@ -45372,8 +45389,12 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     level = tkvi_visit_int(io, &t->level, 0, t->n_levels - 1);
     for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
         int l;
-        for (l = 0; l < t->n_levels; l++)
-            tkvi_visit_int(io, &tkvi_tier_specs_of(t, layer)[l].hot, 0, TKVI_FOREVER);
+        for (l = 0; l < t->n_levels; l++) {
+            int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
+            const int is_forever =
+                *hot == TKVI_FOREVER; /* no call changes that: other tiers may have no table */
+            tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
+        }
     }
     if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
     tkvi_visit_int(io, &now->level, 0, t->n_levels - 1);
@@ -46632,7 +46653,7 @@ typedef struct tkvi_reader {
 static tkv_status tkvi_read_at(tkvi_reader *r, size_t at, void *to, size_t n) {
     if (!n || (!r->has_failed && !r->read(r->user, at, to, n))) return TKV_OK;
     r->has_failed = 1;
-    return tkvi_fail(r->kv, TKV_ERR_IO, "the read callback failed at byte", (int64_t)at, "");
+    return tkvi_fail(r->kv, TKV_ERR_IO, "the read callback failed at byte", tkvi_int_of_size(at), "");
 }
 
 /* n bytes of the file: where they lie, or in the room. NULL: the callback failed. */
@@ -46666,9 +46687,9 @@ static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t inde
             *fault = "the saved sequence has a section where none can be";
             return TKV_OK;
         }
-        n_kept += (size_t)n + tkvi_gap_to((size_t)n, 64);
+        n_kept = tkvi_add_sizes(n_kept, tkvi_add_sizes((size_t)n, tkvi_gap_to((size_t)n, 64)));
     }
-    st = tkvi_take_scratch(&r->scratch, n_kept + 64, &kept);
+    st = tkvi_take_scratch(&r->scratch, tkvi_add_sizes(n_kept, 64), &kept);
     memset(&w, 0, sizeof w);
     w.at = f->start;
     while (!st && !*fault && w.i < f->n_sections) {
@@ -47159,7 +47180,9 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     if (l->is_cache && t.n && (!need || t.parts != need))
         return tkvi_refuse_saved_model(l, "the cache was saved with other parts of the tables of layer",
                                        layer);
-    return n != n_blocks[TKVI_VERSIONS] || current > 1
+    if (current != (t.n > 0)) /* a load may code blocks again, with the current one */
+        return tkvi_refuse_saved_layer(l, "not one of the tables is the current one, layer", layer);
+    return n != n_blocks[TKVI_VERSIONS]
                ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
                : TKV_OK;
 }
@@ -47209,15 +47232,19 @@ static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
     tkvi_saved_state state;
     size_t at = 0;
+    int position = 0, n_positions = TKVI_FOREVER;
+    if (l->is_cache) /* thinning leaves so many: max_states beside one, the newest of each layer, a complete one */
+        n_positions = l->kv->tables.cfg.limits.max_states + 2 + l->kv->tables.cfg.model.n_layers;
     if (!s.at)
         return l->is_cache ? TKV_OK : tkvi_refuse_file(l, "the saved sequence has no section of states");
     if (s.n && !TKVI_HAS_STATES)
         return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
-    while (at < s.n)
+    for (; at < s.n; position = state.n_tokens)
         if (!tkvi_read_saved_state(&s, &at, &state) || state.layer < 0 ||
             state.layer >= l->kv->tables.cfg.model.n_layers || state.n_tokens < 1 ||
             state.n_tokens > l->kv->tables.cfg.limits.max_tokens ||
-            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq))
+            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq) ||
+            (n_positions -= state.n_tokens != position) < 0)
             return tkvi_refuse_file(l, "a saved state is not valid");
     return TKV_OK;
 }
@@ -48074,15 +48101,30 @@ static tkv_status tkvi_load_cache(tkvi_loader *l) {
 #define TKVI_PERSIST_LOAD_H
 
 
+enum { TKVI_STATEFUL_BY_LOAD = 2 }; /* of is_stateful, while a load places states */
+
 static tkv_status tkvi_place_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
     size_t at = 0;
     tkv_status st = TKV_OK;
     while (!st && at < s.n) {
         const tkvi_saved_state state = tkvi_next_saved_state(&s, &at);
+        const int was_stateful = l->kv->states.is_stateful[state.layer];
         st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+        if (!st && !was_stateful) l->kv->states.is_stateful[state.layer] = TKVI_STATEFUL_BY_LOAD;
     }
     return st;
+}
+
+/* Layers that a refused load made stateful are not, for other sequences have no state of them. */
+static void tkvi_settle_states(tkvi_states *s, int is_loaded) {
+    int i;
+    for (i = 0; i < s->n_layers; i++) {
+        if (s->is_stateful[i] != TKVI_STATEFUL_BY_LOAD) continue;
+        s->is_stateful[i] = (uint8_t)is_loaded;
+        s->n_stateful -= !is_loaded;
+    }
+    for (i = 0; i < s->n_lists && !is_loaded; i++) tkvi_mark_states(s, i);
 }
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
@@ -48097,9 +48139,11 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);
     if (!st) st = tkvi_place_states(l);
-    if (!st) return TKV_OK;
-    kv->budget.has_loaded = had_loaded;
-    tkvi_clear_seq(kv, seq);
+    if (st) {
+        kv->budget.has_loaded = had_loaded;
+        tkvi_clear_seq(kv, seq);
+    }
+    tkvi_settle_states(&kv->states, !st);
     return st;
 }
 

@@ -1029,7 +1029,8 @@ TKV_API tkv_status tkv_get_positions(const tkv_cache *kv, int seq, int layer, in
  * the place of the layer's newest older state of equal bytes, or is refused.
  * Errors, no token and no needed state changed:
  *   TKV_ERR_BUDGET     the budget has no room beside tokens and newest states
- *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; or n_tokens is more than max_tokens
+ *   TKV_ERR_CAPACITY   no room in limits.state_bytes, or in place it is 0; n_tokens is more than max_tokens; or in
+ *                      place the layers of a sequence have states at too many different positions
  *   TKV_ERR_NOMEM      the allocator returned NULL
  *   TKV_ERR_ARG        no such sequence or layer, n_tokens is below 1, or bytes or size is 0
  * Cost: a copy, and O(states of the sequence). */
@@ -1147,7 +1148,8 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
 TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_write_bytes write,
                                    void *user);
 /* Loads a saved sequence into an empty one, or a whole cache into a new one. All of the file is verified first. After
- * an error the sequence is empty, and all others have the tokens that they had; a new cache is as new.
+ * an error the sequence is empty, and all others have the tokens that they had; a new cache is as new. A layer that had
+ * no table may keep that of the file.
  *   bytes   [size] a saved sequence or cache, at any address
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
@@ -1162,7 +1164,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *                      there is no memory to attach
  *   TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_ARG, TKV_ERR_UNSUPPORTED (TKV_NO_SAVE; attach: TKV_NO_OFFLOAD)
  * Under a budget with a policy, tokens of other sequences may be evicted for the loaded ones, as by an append.
- * Cost: O(bytes); attached blocks O(1) each, and 8 bytes more. It takes memory for one block or table meanwhile. */
+ * Cost: O(bytes of the sequence); attached blocks O(1) each, and 8 bytes more. A forged file can name one record for
+ * many blocks, so it may be small: limits.max_tokens and the budget bound what it costs. It takes memory for one block
+ * or table meanwhile. */
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out);
 /* Loads a saved sequence or cache through a callback, such as that of an archive. The index, lists, tables and states

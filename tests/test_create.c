@@ -61,6 +61,36 @@ TEST(every_error_has_a_sentence) {
 }
 
 /* The reason for refusing a budget names the smallest budget that works. */
+/* Sizes beyond the address space are refused with their number, or say which limits are too large. */
+TEST(huge_sizes_in_place_are_named) {
+    static unsigned char memory[4096];
+    const size_t most = (size_t)-1;
+    int i;
+    for (i = 0; i < 5; i++) {
+        tkv_config cfg = make_sized_config(2, 2, 1, 16, 1, 64);
+        char reason[200] = "", digits[32];
+        tkv_cache *kv = NULL;
+        tkv_status st;
+        cfg.limits.max_tokens = i < 3 ? 1000 : (1 << 30) - 1;
+        if (i == 0) cfg.budget.bytes = most;
+        if (i == 1) cfg.limits.state_bytes = most / 2 + 1;
+        if (i == 2) cfg.limits.state_bytes = most;
+        if (i >= 3) cfg.limits.max_seqs = 1 << 20;
+        if (i == 4) cfg.budget.bytes = most / 2;
+        st = tkv_create_in_place(&cfg, memory, sizeof memory, &kv, reason, sizeof reason);
+        CHECK(kv == NULL && reason[0] && !strchr(reason, '-'));
+        if (i >= 2) {
+            CHECK_EQ(st, TKV_ERR_CONFIG);
+            CHECK(strstr(reason, "are too large in place") != NULL);
+            continue;
+        }
+        CHECK_EQ(st, TKV_ERR_CAPACITY);
+        sprintf(digits, sizeof most > 4 ? "%.4s" : "%.2s",
+                sizeof most > 4 ? (i ? "9223" : "1844") : (i ? "21" : "42"));
+        CHECK_MSG(strstr(reason, digits) != NULL, "%s", reason);
+    }
+}
+
 TEST(smallest_budget_is_named) {
     tkv_config cfg = make_config();
     tkv_cache *kv = NULL;
@@ -512,6 +542,7 @@ TEST(reports_of_nothing_are_refused) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(every_error_has_a_sentence);
+    RUN(huge_sizes_in_place_are_named);
     RUN(smallest_budget_is_named);
     RUN(allocations_fail_one_by_one);
     RUN(text_equals_config);

@@ -1782,6 +1782,7 @@ TEST(each_number_is_checked) {
         {TABLES_OF, 0, 8, 4, 1, TKV_ERR_DATA, "a table has a wrong version"}, /* the second one too */
         {TABLES_OF, 0, 8, 4, 2, TKV_ERR_DATA, "blocks name a table that was not saved"},
         {TABLES_OF, 0, 12, 4, 2, TKV_ERR_DATA, "a table has a wrong version"},
+        {TABLES_OF, 0, 12, 4, 1, TKV_ERR_DATA, "not one of the tables is the current one"},
         {LIST_OF, 0, 0, 4, minus_1, TKV_ERR_DATA, "a number is too large"},
         {LIST_OF, 0, 0, 4, 1 << 30, TKV_ERR_DATA, "a number is too large"},
         {LIST_OF, 0, 0, 4, 12, TKV_ERR_DATA, "the list has another size than its entries"},
@@ -1868,6 +1869,9 @@ TEST(each_number_is_checked) {
     CHECK_EQ(get32(list + 16), 2);
     CHECK_EQ(get32(section_of(n, 3, 0) + 4), 2);
     for (int i = 0; i < COUNT(cases); i++) check_wrong_numbers(kv, n, META, &cases[i], 1);
+    wrong_number none = {TABLES_OF, 0, 12, 4, 0, TKV_ERR_DATA, "not one of the tables is the current one"};
+    none.offset += (int)(get64(find_in_index(file, n, 3, 0) + 16) - 8) / 2; /* of the second table */
+    check_wrong_numbers(kv, n, META, &none, 1);
     check_wrong_numbers(kv, n, META, chain, 2);
     for (int i = 0; i < 4; i++) {
         moved[1].offset = i < 2 ? 16 : 20;
@@ -2193,6 +2197,82 @@ TEST(states_are_saved) {
     tkv_destroy(b);
 }
 
+/* A layer that became stateful by a load that failed is not, so other sequences have complete positions as before. */
+TEST(a_refused_load_makes_no_layer_stateful) {
+    static unsigned char big[4000];
+    tkv_config cfg = make_config(LAYERS, SEQS);
+    const tkv_load_params load = load_params(1);
+    tkv_cache *a = create_cache(&cfg);
+    cfg.limits.state_bytes = 2000;
+    tkv_cache *b = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(a, 0, 1, 64, 64), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(a, 0, 0, 64, "small", 5), TKV_OK);
+    CHECK_EQ(tkv_seq_put_state(a, 0, 1, 64, big, sizeof big), TKV_OK);
+    const size_t bytes = save_sequence(a, 0, file);
+    CHECK_EQ(append_to_all_layers(b, 0, 1, 64, 64), TKV_OK);
+    for (int n = 16; n <= 64; n += 16) CHECK_EQ(tkv_seq_put_state(b, 0, 1, n, "a state", 7), TKV_OK);
+    CHECK_EQ(tkv_seq_find_state(b, 0, TKV_UNLIMITED), 64);
+    CHECK_EQ(tkv_seq_load(b, &load, file, bytes, NULL), TKV_ERR_CAPACITY);
+    CHECK_EQ(tkv_seq_find_state(b, 0, TKV_UNLIMITED), 64);
+    check_cache_at(b, "refused", 0);
+    CHECK_EQ(tkv_seq_put_state(a, 0, 1, 64, "small", 5), TKV_OK);
+    CHECK_EQ(tkv_seq_load(b, &load, file, save_sequence(a, 0, file), NULL), TKV_OK);
+    CHECK_EQ(tkv_seq_find_state(b, 0, TKV_UNLIMITED), 0); /* it has no state of layer 0 */
+    CHECK_EQ(tkv_seq_find_state(b, 1, TKV_UNLIMITED), 64);
+    check_cache_at(b, "loaded", 0);
+    tkv_destroy(a);
+    tkv_destroy(b);
+}
+
+/* A file of nearly all addresses, which a callback pretends to have: its sections of former saves overlap, and their sum
+ * does not fit into a size. */
+typedef struct vast_file {
+    size_t size, tail_at;
+    unsigned char tail[2 * 32 + SAVED_END];
+    int n_beyond; /* calls for more bytes than any other needs */
+} vast_file;
+
+static int read_vast(void *user, size_t at, void *bytes, size_t n) {
+    vast_file *f = (vast_file *)user;
+    unsigned char *to = (unsigned char *)bytes;
+    if (n > 1 << 20) return f->n_beyond++, 1;
+    memset(to, 0, n);
+    for (size_t i = 0; i < n; i++) {
+        if (at + i < 8) to[i] = (unsigned char)"TKVS\1\0\0"[at + i];
+        if (at + i >= f->tail_at && at + i - f->tail_at < sizeof f->tail)
+            to[i] = f->tail[at + i - f->tail_at];
+    }
+    return 0;
+}
+
+TEST(sections_of_more_bytes_than_a_size_holds) {
+    const tkv_config cfg = make_config(1, 2);
+    const tkv_load_params load = load_params(1);
+    tkv_cache *kv = create_cache(&cfg);
+    vast_file f;
+    unsigned char *end = f.tail + 64;
+    memset(&f, 0, sizeof f);
+    f.size = (size_t)0 - 64;
+    f.tail_at = f.size - sizeof f.tail;
+    const size_t start = f.tail_at / 64 * 64;
+    put64(f.tail + 16, start);
+    put32(f.tail + 32, 1);
+    put64(f.tail + 48, f.size - start);
+    put64(end, f.tail_at);
+    put64(end + 8, start);
+    put32(end + 16, 2);
+    put32(end + 20, 1);
+    put64(end + 24, xxh64_of(f.tail, 64 + 24));
+    memcpy(end + 32, "TKVSEND", 8);
+    const tkv_status st = tkv_seq_load_from(kv, &load, f.size, read_vast, &f, NULL);
+    CHECK_MSG(st == TKV_ERR_NOMEM && strstr(tkv_get_last_error(kv), "give scratch"), "%d, %s", (int)st,
+              tkv_get_last_error(kv));
+    CHECK(!strchr(tkv_get_last_error(kv), '-'));
+    CHECK_EQ(f.n_beyond, 0);
+    check_cache_at(kv, "a vast file", 0);
+    tkv_destroy(kv);
+}
+
 /* >>golden files: small sequences, one layer each but for the exact one */
 static const char *const golden_names[] = {"exact", "tables", "evicted", "moved", "cache"};
 
@@ -2408,6 +2488,8 @@ int main(int argc, char **argv) {
     RUN(many_files_stay_attached);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(states_are_saved);
+    RUN(a_refused_load_makes_no_layer_stateful);
+    RUN(sections_of_more_bytes_than_a_size_holds);
     RUN(golden_files_stay_readable);
     return tkv_test_end();
 }

@@ -757,6 +757,66 @@ TEST(budgets_that_no_cache_fits_into_are_refused) {
     }
 }
 
+/* Hot tokens without an end stay so, and others have an end: no tier behind them may have a table. */
+TEST(hot_tokens_in_a_file_fit_the_config) {
+    static const uint64_t most = 0x3fffffff; /* TKV_UNLIMITED */
+    for (int i = 0; i < 2; i++) {
+        tkv_config cfg = config_number(0);
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A40, TKV_R40);
+        cfg.tiers.hot_tokens = i ? 77 : TKV_UNLIMITED;
+        tkv_cache *a = create_cache(&cfg), *b = create_cache(&cfg);
+        int n_refused = 0;
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 100, 50), TKV_OK);
+        const size_t n = save_cache(a, file);
+        const unsigned char *e = find_in_index(file, n, 7, 0);
+        for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)); at += 8) {
+            if (get64(file + at) != (i ? 77 : most)) continue;
+            memcpy(twin_file, file, n);
+            put64(twin_file + at, i ? most : 77);
+            repair_index(twin_file, n);
+            const tkv_status st = load_cache(b, twin_file, n);
+            CHECK(st == TKV_ERR_DATA ||
+                  st == TKV_ERR_CONFIG); /* numbers of the config are the same in both */
+            n_refused += st == TKV_ERR_DATA;
+            check_cache_at(b, "hot tokens", i);
+        }
+        CHECK_LE(1, n_refused); /* later layers can keep more: their first tables come later */
+        CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        check_alike(a, b, "hot tokens", i);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* A sequence has states at max_states positions beside one, the newest of its layers, and a complete one. */
+TEST(positions_of_states_have_a_bound) {
+    for (int most = 1; most <= 8; most += 7) {
+        tkv_config cfg = config_number(0);
+        cfg.limits.max_states = 8;
+        tkv_cache *a = create_cache(&cfg);
+        cfg.limits.max_states = most;
+        tkv_cache *b = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(a, 0, 1, 100, 50), TKV_OK);
+        for (int n = 10; n <= 100; n += 10) CHECK_EQ(tkv_seq_put_state(a, 0, 0, n, "a state", 7), TKV_OK);
+        const size_t n = save_cache(a, file);
+        const unsigned char *e = find_in_index(file, n, 7, 0);
+        for (size_t at = (size_t)get64(e + 8); at < (size_t)(get64(e + 8) + get64(e + 16)) && most == 1;
+             at += 8)
+            if (get64(file + at) == 8) {
+                memcpy(twin_file, file, n);
+                put64(twin_file + at, 1); /* as if the cache had been like this one */
+                repair_index(twin_file, n);
+                const tkv_status st = load_cache(b, twin_file, n);
+                CHECK(st == TKV_ERR_CONFIG || st == TKV_ERR_DATA);
+                check_cache_at(b, "positions", 0);
+            }
+        if (most == 8) CHECK_EQ(load_cache(b, file, n), TKV_OK);
+        else CHECK(strstr(tkv_get_last_error(b), "a saved state is not valid") != NULL);
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
 /* Each read of a callback fails once, or gives a damaged record: the cache is as new, and freed memory is wiped. */
 TEST(failed_reads_leave_a_new_cache) {
     tkv_config cfg = config_number(0);
@@ -1279,6 +1339,8 @@ int main(int argc, char **argv) {
     RUN(numbers_that_hardly_begin_are_refused);
     RUN(budgets_in_place_are_checked);
     RUN(budgets_that_no_cache_fits_into_are_refused);
+    RUN(hot_tokens_in_a_file_fit_the_config);
+    RUN(positions_of_states_have_a_bound);
     RUN(failed_reads_leave_a_new_cache);
     RUN(flipped_bits_and_cuts_are_found);
     RUN(hostile_files_with_right_checksums);

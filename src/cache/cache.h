@@ -880,14 +880,14 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_text(&t, "; these kernels are not in this program, or this machine cannot run them");
     } else if (st == TKV_ERR_BUDGET) {
         tkvi_append_text(&t, "budget.bytes is ");
-        tkvi_append_int(&t, (int64_t)derived->cfg.budget.bytes);
+        tkvi_append_digits(&t, (uint64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
-        tkvi_append_int(&t, (int64_t)tkvi_least_budget(derived, &s));
+        tkvi_append_digits(&t, (uint64_t)tkvi_least_budget(derived, &s));
         tkvi_append_text(&t, " for an empty cache and its first tokens");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
-        tkvi_append_int(&t, (int64_t)s.total);
+        tkvi_append_digits(&t, (uint64_t)s.total);
         tkvi_append_text(&t, " bytes");
     }
     return st;
@@ -1230,17 +1230,20 @@ static int tkvi_allocate_states_in_place(tkv_cache *kv) {
 static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_config *derived,
                                        tkvi_in_place_sizes *sizes, char *reason, size_t size) {
     tkv_status st = tkvi_validate(cfg, derived, reason, size);
-    if (!st && cfg->limits.max_tokens == 0)
+    if (st) return st;
+    if (cfg->limits.max_tokens == 0)
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
-    if (TKVI_HAS_METER && !st && derived->n_levels > 1 && derived->ladder[1].from_tokens)
+    if (TKVI_HAS_METER && derived->n_levels > 1 && derived->ladder[1].from_tokens)
         return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
                         "it must be 0 in place: there the plan is fixed");
-    if (!st) st = tkvi_size_in_place(derived, sizes);
-    if (st == TKV_ERR_BUDGET)
-        return tkvi_give_reason(
-            st, "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages",
-            reason, size);
-    return st;
+    st = tkvi_size_in_place(derived, sizes);
+    if (!st) return TKV_OK;
+    return tkvi_give_reason(
+        st,
+        st == TKV_ERR_BUDGET
+            ? "budget.bytes has no room for limits.state_bytes, the index of limits.max_tokens, and pages"
+            : "limits.max_tokens times limits.max_seqs, or limits.state_bytes, are too large in place",
+        reason, size);
 }
 
 /* Refuses memory that is too small, with the bytes that limits.max_append costs. */
@@ -1252,12 +1255,12 @@ static tkv_status tkvi_refuse_in_place(const tkv_config *cfg, size_t bytes, size
     tkvi_in_place_sizes least;
     shorter.limits.max_append = TKVI_BLOCK;
     tkvi_append_text(&t, "bytes is ");
-    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_digits(&t, (uint64_t)bytes);
     tkvi_append_text(&t, "; the config needs ");
-    tkvi_append_int(&t, (int64_t)needed);
+    tkvi_append_digits(&t, (uint64_t)needed);
     if (tkvi_derive_in_place(&shorter, &derived, &least, NULL, 0) == TKV_OK && least.bytes < needed) {
         tkvi_append_text(&t, ". limits.max_append 64 would save ");
-        tkvi_append_int(&t, (int64_t)(needed - least.bytes));
+        tkvi_append_digits(&t, (uint64_t)(needed - least.bytes));
         tkvi_append_text(&t, " of them");
     }
     return TKV_ERR_CAPACITY;

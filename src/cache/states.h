@@ -205,7 +205,8 @@ static tkvi_state *tkvi_find_state(const tkvi_state_list *list, int layer, int n
     return i < end && list->held[i].state->layer == layer ? list->held[i].state : NULL;
 }
 
-/* Grows a list to n states. Returns 0 without memory. In place a list has room for all (tkvi_most_states). */
+/* Grows a list to n states. Returns 0 without memory. In place a list has room for all (tkvi_most_states), except if
+ * layers have states at positions of their own. */
 static int tkvi_grow_state_list(tkvi_states *s, int seq, int n) {
     tkvi_state_list *list = &s->list[seq];
     const uint32_t cap = tkvi_cap_for(n);

@@ -350,15 +350,24 @@ static void tkvi_append_text(tkvi_text *t, const char *s) {
     if (t->at) *t->at = 0;
 }
 
-static void tkvi_append_int(tkvi_text *t, int64_t n) {
+static void tkvi_append_digits(tkvi_text *t, uint64_t u) {
     char digits[24];
     int i = 23;
-    uint64_t u = n < 0 ? 0u - (uint64_t)n : (uint64_t)n;
     digits[i] = 0;
     do digits[--i] = (char)('0' + (int)(u % 10u));
     while (u /= 10u);
-    if (n < 0) digits[--i] = '-';
     tkvi_append_text(t, digits + i);
+}
+
+static void tkvi_append_int(tkvi_text *t, int64_t n) {
+    if (n < 0) tkvi_append_text(t, "-");
+    tkvi_append_digits(t, n < 0 ? 0u - (uint64_t)n : (uint64_t)n);
+}
+
+/* A size as the number of a sentence. */
+static int64_t tkvi_int_of_size(size_t n) {
+    const uint64_t most = (uint64_t)-1 >> 1;
+    return (int64_t)((uint64_t)n < most ? (uint64_t)n : most);
 }
 
 /* Writes `what`; and behind it the number and `more`, except if that is NULL. */

@@ -12,15 +12,30 @@
 #include "persist/load_cache.h"
 #include "step/fork.h"
 
+enum { TKVI_STATEFUL_BY_LOAD = 2 }; /* of is_stateful, while a load places states */
+
 static tkv_status tkvi_place_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, 0);
     size_t at = 0;
     tkv_status st = TKV_OK;
     while (!st && at < s.n) {
         const tkvi_saved_state state = tkvi_next_saved_state(&s, &at);
+        const int was_stateful = l->kv->states.is_stateful[state.layer];
         st = tkv_seq_put_state(l->kv, l->seq, state.layer, state.n_tokens, state.bytes, state.size);
+        if (!st && !was_stateful) l->kv->states.is_stateful[state.layer] = TKVI_STATEFUL_BY_LOAD;
     }
     return st;
+}
+
+/* Layers that a refused load made stateful are not, for other sequences have no state of them. */
+static void tkvi_settle_states(tkvi_states *s, int is_loaded) {
+    int i;
+    for (i = 0; i < s->n_layers; i++) {
+        if (s->is_stateful[i] != TKVI_STATEFUL_BY_LOAD) continue;
+        s->is_stateful[i] = (uint8_t)is_loaded;
+        s->n_stateful -= !is_loaded;
+    }
+    for (i = 0; i < s->n_lists && !is_loaded; i++) tkvi_mark_states(s, i);
 }
 
 static tkv_status tkvi_place_file(tkvi_loader *l) {
@@ -35,9 +50,11 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);
     if (!st) st = tkvi_place_states(l);
-    if (!st) return TKV_OK;
-    kv->budget.has_loaded = had_loaded;
-    tkvi_clear_seq(kv, seq);
+    if (st) {
+        kv->budget.has_loaded = had_loaded;
+        tkvi_clear_seq(kv, seq);
+    }
+    tkvi_settle_states(&kv->states, !st);
     return st;
 }
 

@@ -34,7 +34,7 @@ typedef struct tkvi_reader {
 static tkv_status tkvi_read_at(tkvi_reader *r, size_t at, void *to, size_t n) {
     if (!n || (!r->has_failed && !r->read(r->user, at, to, n))) return TKV_OK;
     r->has_failed = 1;
-    return tkvi_fail(r->kv, TKV_ERR_IO, "the read callback failed at byte", (int64_t)at, "");
+    return tkvi_fail(r->kv, TKV_ERR_IO, "the read callback failed at byte", tkvi_int_of_size(at), "");
 }
 
 /* n bytes of the file: where they lie, or in the room. NULL: the callback failed. */
@@ -68,9 +68,9 @@ static tkv_status tkvi_keep_sections(tkvi_reader *r, uint8_t *index, size_t inde
             *fault = "the saved sequence has a section where none can be";
             return TKV_OK;
         }
-        n_kept += (size_t)n + tkvi_gap_to((size_t)n, 64);
+        n_kept = tkvi_add_sizes(n_kept, tkvi_add_sizes((size_t)n, tkvi_gap_to((size_t)n, 64)));
     }
-    st = tkvi_take_scratch(&r->scratch, n_kept + 64, &kept);
+    st = tkvi_take_scratch(&r->scratch, tkvi_add_sizes(n_kept, 64), &kept);
     memset(&w, 0, sizeof w);
     w.at = f->start;
     while (!st && !*fault && w.i < f->n_sections) {

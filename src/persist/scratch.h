@@ -34,11 +34,11 @@ static tkv_status tkvi_take_scratch(tkvi_scratch *s, size_t bytes, uint8_t **out
     s->kv->call.lacks_scratch = 1;
     if (s->from && (gap > s->size || taken > s->size - gap || bytes > s->size - gap - taken))
         return tkvi_fail(s->kv, TKV_ERR_CAPACITY, "scratch is too small; bytes needed:",
-                         (int64_t)(s->kv->call.scratch_used + taken + bytes) + 63, "");
+                         tkvi_int_of_size(tkvi_add_sizes(s->kv->call.scratch_used + taken + 63, bytes)), "");
     *out = s->from ? s->from + gap + taken : (uint8_t *)tkvi_get(&s->kv->heap, bytes);
     if (!*out)
-        return tkvi_refuse_no_memory(
-            s->kv, "no memory to save or load; give scratch of bytes:", (int64_t)(taken + bytes) + 63, "");
+        return tkvi_refuse_no_memory(s->kv, "no memory to save or load; give scratch of bytes:",
+                                     tkvi_int_of_size(tkvi_add_sizes(taken + 63, bytes)), "");
     s->kv->call.lacks_scratch = 0;
     s->piece[s->n].at = *out;
     s->piece[s->n].before = s->taken;

@@ -404,7 +404,9 @@ static tkv_status tkvi_check_saved_tables(tkvi_loader *l, int layer) {
     if (l->is_cache && t.n && (!need || t.parts != need))
         return tkvi_refuse_saved_model(l, "the cache was saved with other parts of the tables of layer",
                                        layer);
-    return n != n_blocks[TKVI_VERSIONS] || current > 1
+    if (current != (t.n > 0)) /* a load may code blocks again, with the current one */
+        return tkvi_refuse_saved_layer(l, "not one of the tables is the current one, layer", layer);
+    return n != n_blocks[TKVI_VERSIONS]
                ? tkvi_refuse_saved_layer(l, "blocks name a table that was not saved, layer", layer)
                : TKV_OK;
 }
@@ -454,15 +456,19 @@ static tkv_status tkvi_check_saved_states(tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_STATES, l->is_cache ? l->seq : 0);
     tkvi_saved_state state;
     size_t at = 0;
+    int position = 0, n_positions = TKVI_FOREVER;
+    if (l->is_cache) /* thinning leaves so many: max_states beside one, the newest of each layer, a complete one */
+        n_positions = l->kv->tables.cfg.limits.max_states + 2 + l->kv->tables.cfg.model.n_layers;
     if (!s.at)
         return l->is_cache ? TKV_OK : tkvi_refuse_file(l, "the saved sequence has no section of states");
     if (s.n && !TKVI_HAS_STATES)
         return tkvi_refuse_saved_model(l, "TKV_NO_STATES leaves out the states of this file", -1);
-    while (at < s.n)
+    for (; at < s.n; position = state.n_tokens)
         if (!tkvi_read_saved_state(&s, &at, &state) || state.layer < 0 ||
             state.layer >= l->kv->tables.cfg.model.n_layers || state.n_tokens < 1 ||
             state.n_tokens > l->kv->tables.cfg.limits.max_tokens ||
-            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq))
+            (state.shared_with < 0 ? !state.size : !l->is_cache || state.shared_with >= l->seq) ||
+            (n_positions -= state.n_tokens != position) < 0)
             return tkvi_refuse_file(l, "a saved state is not valid");
     return TKV_OK;
 }

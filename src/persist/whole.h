@@ -217,8 +217,12 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
     level = tkvi_visit_int(io, &t->level, 0, t->n_levels - 1);
     for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
         int l;
-        for (l = 0; l < t->n_levels; l++)
-            tkvi_visit_int(io, &tkvi_tier_specs_of(t, layer)[l].hot, 0, TKVI_FOREVER);
+        for (l = 0; l < t->n_levels; l++) {
+            int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
+            const int is_forever =
+                *hot == TKVI_FOREVER; /* no call changes that: other tiers may have no table */
+            tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
+        }
     }
     if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
     tkvi_visit_int(io, &now->level, 0, t->n_levels - 1);

@@ -69,9 +69,9 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
         tkvi_append_text(&t, "the call needs ");
-        tkvi_append_int(&t, (int64_t)bytes);
+        tkvi_append_digits(&t, (uint64_t)bytes);
         tkvi_append_text(&t, " bytes, more than the budget; ");
-        tkvi_append_int(&t, (int64_t)largest);
+        tkvi_append_digits(&t, (uint64_t)largest);
         tkvi_append_text(&t, " of those held are ");
         tkvi_append_text(&t, part);
         tkvi_append_text(&t, "; reset a sequence or raise it");

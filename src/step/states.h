@@ -74,9 +74,9 @@ static int tkvi_fit_states(tkvi_states *s, size_t bytes) {
 static tkv_status tkvi_refuse_state_bytes(tkv_cache *kv, size_t bytes) {
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     tkvi_append_text(&t, "a state of ");
-    tkvi_append_int(&t, (int64_t)bytes);
+    tkvi_append_digits(&t, (uint64_t)bytes);
     tkvi_append_text(&t, " bytes does not fit into limits.state_bytes beside the newest ones, which take ");
-    tkvi_append_int(&t, (int64_t)(kv->states.held_bytes - kv->states.spare_bytes));
+    tkvi_append_digits(&t, (uint64_t)(kv->states.held_bytes - kv->states.spare_bytes));
     return TKV_ERR_CAPACITY;
 }
 
