@@ -6,8 +6,9 @@
         --parts core/fit,step/move          only these files of src/, for tools other than clang-tidy
 
 tests/analysers.txt argues findings, one line each: tool | check | text in the line, or * | reason. What is not argued
-is printed and fails. Each tool first has to find the fault of tests/compile/planted.h, since one that looks at nothing
-finds nothing. Assertions are on: they tell a tool what cannot be. The scalar build is analysed.
+is printed and fails. A tool that is not installed fails too. Each tool first has to find the fault of
+tests/compile/planted.h, since one that looks at nothing finds nothing. Assertions are on: they tell a tool what cannot
+be. The scalar build is analysed.
 
 clang-tidy reads the whole header. The others follow calls, and do not end within minutes or 4 GiB on all of it. They
 read it once for each file of src/: functions of other files are declarations there. So they follow calls inside a file,
@@ -148,6 +149,7 @@ def main(args):
     for name in names:
         if not any(map(shutil.which, TOOLS[name][0])):
             print("%-10s not installed" % name)
+            status = 1
             continue
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         each, seen, used, bad = all_findings(name, parts), set(), set(), 0
