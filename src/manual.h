@@ -1467,8 +1467,9 @@
  *
  *     cc -O2 -shared -fPIC tieredkv.c -o libtieredkv.so -lm
  *
- *   WebAssembly. Flags of clang with wasi-libc, as examples/web/build.py uses them; Emscripten is untested. Attention
- *   uses 128 KiB of stack and more (chapter 13), so the stack of 64 KiB that the linker gives is too small.
+ *   WebAssembly. Flags of clang with wasi-libc, as examples/web/build.py uses them. Emscripten 3.1.6 is tested with
+ *   examples/quickstart.c and tests/test_sequence.c. Attention uses 128 KiB of stack and more (chapter 13), so the
+ *   stack of 64 KiB that the linker gives is too small.
  *
  *     clang --target=wasm32-wasi --sysroot=/usr -O3 -msimd128 -Wl,-z,stack-size=1048576 program.c tieredkv.c -lm
  *
@@ -1477,8 +1478,12 @@
  *     $NDK/toolchains/llvm/prebuilt/linux-x86_64/bin/clang --target=aarch64-linux-android24 -O2 -c tieredkv.c
  *     xcrun -sdk iphoneos clang -arch arm64 -O2 -c tieredkv.c
  *
- *   Freestanding. With -ffreestanding -DTKV_NO_MALLOC -DTKV_CORE -DTKV_NO_SIMD -DTKV_NO_REPORTS the library needs the
- *   headers float.h, stddef.h, stdint.h, string.h and math.h, and at most these functions of yours: memcmp, memcpy,
- *   memmove, memset, strcmp, strlen, exp, expf, fabsf, log, log1p, logf, sqrt, sqrtf, tanh, tanhf.
- *   tkv_create_in_place takes the memory, and tkv_get_required_bytes says how much.
+ *   Freestanding. With -ffreestanding -fno-builtin -DTKV_NO_MALLOC -DTKV_NO_SIMD the library needs the headers float.h,
+ *   stddef.h, stdint.h, string.h and math.h, and the functions below. The smallest build adds -DTKV_CORE
+ *   -DTKV_NO_REPORTS -O1; without optimization it needs those of all parts. tkv_create_in_place takes the memory, and
+ *   tkv_get_required_bytes says how much.
+ *
+ *     build      libc                                          libm
+ *     all parts  memcmp memcpy memmove memset strcmp strlen    exp expf fabsf log log1p logf sqrt sqrtf tanh tanhf
+ *     smallest   memcmp memcpy memmove memset strcmp           exp expf fabsf log logf sqrt sqrtf tanh tanhf
  */
