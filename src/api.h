@@ -1820,7 +1820,7 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
  *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
  *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
  *   TKV_ERR_NONFINITE, TKV_ERR_BUDGET, TKV_ERR_NOMEM, TKV_ERR_CAPACITY (in place), TKV_ERR_ARG
- * Cost: an append of n tokens, and one or two codings of each block. */
+ * Cost: an append of n tokens, and one to three codings of each block. */
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
                                int n);
 /* Function of the caller: recomputes tokens start to start + n - 1 of n_layers layers from first_layer on, and

@@ -823,22 +823,47 @@
  *   append of n tokens, m in the last one    2 + (n + m) / 16                             many are due: a first table,
  *                                                                                         a smaller hot_tokens
  *     where no block waited                  2 (1 + (n + m) / 64)
+ *     as parts                               the same; the last part codes those beyond 128 alone
  *     after cuts and flushes of partial      and B merged                                 half as many blocks again as
  *     blocks                                                                              the tokens need
- *   append under a budget                    all blocks of the cache, once a level        no page is free
+ *     with cfg.evict                         and B merged for each batch                  few tokens stay of each block
+ *     with cfg.promotion                     and per_step; reads per_step                 once in `every` tokens
+ *     with offload.keep_exact                writes those that were exact
+ *     after a fork                           and 1 copied                                 its last block is not full
  *   begin                                    an append of each layer
- *   commit, abort, reserve                   0
  *   flush                                    B of each layer
  *   maintain                                 max_work, merges included
- *   evict                                    2 B of each layer, merged                    few tokens stay of each block
- *   truncate, fork, reorder, remove, shift,  0
- *     copy, keep, slide, reset, save
- *   set_level, set_hot_tokens                0                                            later appends code
- *   set_budget                               all blocks of the cache, once a level        a lower one
- *   attend, R rows of query heads of a       0; reads B once for each 8 rows, rounded up  from a store too
- *     KV head
- *   read                                     0; reads the blocks of the tokens once
- *   promote                                  0; reads 1
+ *   a table, in all calls above, and         0; decodes 16, keys twice, values once       KVQUANT: both three times
+ *     freeze_calibration
+ *     beyond the fourth, also in load        a third of the layer's coded blocks,         as many have each older table
+ *                                            of all sequences
+ *   evict                                    B of each layer, merged                      few tokens stay of each block
+ *     by knorm, by keydiff                   and decodes keys of B once, twice            knorm: with sample_every
+ *   restore, recompute                       3 for each block that returns                the level rose meanwhile
+ *   free_bytes                               B of each layer                              with a budget
+ *   load, load_from                          blocks of the file whose tables find no      the layer has four tables
+ *                                            version; load_from reads each twice
+ *     with attach                            0; reads none
+ *   save, save_to, publish_prefix            0; reads each offloaded block once
+ *   offload; discard                         0; writes n_blocks of each layer; 0
+ *   truncate, fork, reorder, remove, shift,  0                                            later appends code; a fork
+ *     copy, keep, slide, reset, pin,                                                      copies blocks of anchors
+ *     set_sinks, put_state, get_state,
+ *     adopt_prefix, commit, abort, reserve,
+ *     set_level, set_hot_tokens, adapt_plan,
+ *     load_calibration, fit_calibration
+ *   with a budget: append, reserve, restore, all blocks of the cache, once a level        no page is free
+ *     load, fork, put_state and all that
+ *     take memory; set_budget                                                             a lower one
+ *   attend, attend_part; R rows of query     0; reads B once for each 8 rows, rounded up  from a store or a model, too
+ *     heads of a KV head
+ *     with scores, sampled queries, a meter  twice as many                                attend_part: with a meter and
+ *                                                                                         another three times as many
+ *   attend_reference                         0; reads B three times for each row and      with scores four times
+ *                                            query head
+ *   read, read_tokens                        0; reads the blocks of each run of indices once
+ *   promote, promote_important               0; reads 1, reads per_step
+ *   reports, scores, tkv_check               0; read none
  *
  * Recipe R4: an even frame time
  *     cfg.budget.bytes = 4 << 20;                          // under a budget, few blocks wait for a table

@@ -362,6 +362,16 @@ class Form(unittest.TestCase):
             self.assertLessEqual(len(line), 120, "line %d" % i)
             self.assertEqual(line, line.rstrip(), "line %d" % i)
 
+    def test_costs_name_every_call(self):
+        """Each call that can change a cache, or takes it for reading blocks, stands in the table of chapter 8."""
+        table = read("src", "manual.h").partition("The most blocks that a call codes")[2].partition("\n * Recipe ")[0]
+        calls = set(re.findall(r"^TKV_API \w+ tkv_(?:seq_)?(\w+)\(tkv_cache \*", read("src", "api.h"), re.M))
+        self.assertGreater(len(calls), 55)
+        same = {"append_ex", "append_part", "attend_ex"}  # as append, attend
+        blockless = {"get_importance", "add_scores", "find_top_tokens", "get_prefix_hash", "report_pressure",
+                     "refresh_calibration", "reset_quality", "destroy"}
+        self.assertEqual(calls - set(re.findall(r"\w+", table)), same | blockless)
+
     def test_one_comment(self):
         text = read("src", "manual.h")
         self.assertEqual((text.count("/*"), text.count("*/")), (1, 1))
