@@ -1216,19 +1216,23 @@
  *   with part 0 of 1 avoids most of that, in a workspace of yours.
  *
  *   Stack of a call, at most, in KiB. Give worker threads that much. tests/test_stack.c and tests/white_stack.c measure
- *   it on x86-64, with gcc 12 and clang 14, scalar and with vectors, for heads of up to 576 channels:
+ *   it on x86-64, with gcc 12 and clang 14, scalar and with AVX-512, for heads of up to 576 channels:
  *
  *   call                                                     optimized              gcc -O0   clang -O0
- *   attend, attend_ex, attend_part                           128; clang 160         256       960
+ *   attend, attend_ex, attend_part                           128; clang 160         272       960
  *     more with cfg.offload, and with cfg.recompute          36, 68                 36, 68    36, 68
  *     more where tokens have moved                           44
- *   append and all that codes blocks: begin, flush,          128                    144       176
- *     maintain, set_budget, set_level, evict
- *   read, read_tokens                                        96                     112       160
+ *   append, append_part and all that codes blocks: begin,    128                    144       192
+ *     flush, maintain, evict, restore, recompute,
+ *     free_bytes, set_budget, set_level; load, reserve,
+ *     fork and others where they do (chapter 8)
+ *   read, read_tokens                                        96                     128       192
  *   encode_block, decode_block, attend_reference             160                    160       160
  *   create, validate, estimate, calibrations                 64                     64        64
- *   others: changes of a sequence, saved sequences,          32                     32        32
- *     prefixes, reports, texts, thresholds
+ *   offload, promote, promote_important                      40                     40        40
+ *   others: changes of a sequence, states, saved sequences,  32                     32        32
+ *     prefixes, reports, texts, thresholds, rules,
+ *     merge_attention
  *
  *   An engine with jobs of its own calls tkv_attend_part instead. A call is n parts, with any n: each job computes one,
  *   in any order, and the last one to end merges. The parts share a workspace of yours (tkv_get_attend_bytes), which is

@@ -372,6 +372,11 @@ class Form(unittest.TestCase):
                      "refresh_calibration", "reset_quality", "destroy"}
         self.assertEqual(calls - set(re.findall(r"\w+", table)), same | blockless)
 
+    def test_stack_measures_every_call(self):
+        calls = set(re.findall(r"^TKV_API [^;]*?\b(tkv_\w+)\(", read("src", "api.h"), re.M))
+        self.assertGreater(len(calls), 120)
+        self.assertEqual(calls - set(re.findall(r"\b(tkv_\w+)\(", read("tests", "test_stack.c"))), set())
+
     def test_one_comment(self):
         text = read("src", "manual.h")
         self.assertEqual((text.count("/*"), text.count("*/")), (1, 1))

@@ -71,8 +71,11 @@ typedef struct stack_call {
     tkv_cache *kv;
     const float *x; /* [66][WIDEST] */
     float *out;
-    int n; /* queries; 0: appends 66 tokens instead */
+    int n;     /* queries; 0: appends 66 tokens instead */
+    int parts; /* 0: tkv_attend; else tkv_attend_part, with so many parts */
 } stack_call;
+
+static unsigned char workspace[TKV_MAX_ATTEND_BYTES]; /* of parts; zeros at the front after each call */
 
 static uint8_t stored[STORED][80 << 10];
 
@@ -100,7 +103,15 @@ static int compute_zeros(void *user, int seq, int layer, int head, const int *po
 static void *run_stack_call(void *arg) {
     const stack_call *c = (const stack_call *)arg;
     int t, status = TKV_OK;
-    if (c->n) status |= tkv_attend(c->kv, 0, 0, c->x, c->n, c->out);
+    if (c->n && !c->parts) status |= tkv_attend(c->kv, 0, 0, c->x, c->n, c->out);
+    for (t = 0; t < c->parts; t++) {
+        tkv_attend_params p;
+        memset(&p, 0, sizeof p);
+        p.n = c->n;
+        p.q = c->x;
+        p.out = c->out;
+        status |= tkv_attend_part(c->kv, &p, t, c->parts, workspace, sizeof workspace);
+    }
     for (t = 0; !c->n && t < 66; t++) status |= tkv_append(c->kv, 0, 0, c->x, c->x, 1);
     return status ? arg : NULL;
 }
@@ -150,7 +161,7 @@ TEST(stack_stays_below_the_documented_limit) {
                                             {TKV_A40, TKV_R15},      {TKV_KVQUANT4, TKV_KVQUANT3},
                                             {TKV_SQUAT4, TKV_KIVI4}, {TKV_SUBSPACE4, TKV_SUBSPACE2},
                                             {TKV_FP8_E4M3, TKV_FP4}};
-    static const int queries[] = {0, 1, QUERIES};
+    static const int queries[] = {0, 1, QUERIES, 1, QUERIES};
     static float x[66 * WIDEST], out[QUERIES * 8 * WIDEST];
     unsigned char *stack = NULL;
     tkv_rng rng = tkv_rng_seed(3);
@@ -169,19 +180,20 @@ TEST(stack_stays_below_the_documented_limit) {
             c.x = x;
             c.out = out;
             take_areas(c.kv, s->beside);
-            for (t = 0; t < 6; t++) {
-                const int moved = t / 3 * MOVED_STACK;
-                c.n = queries[t % 3];
-                if (t == 3 && s->discards) break; /* discarded tokens cannot move */
-                if (t == 3) CHECK_EQ(tkv_seq_shift(c.kv, 0, 70, TKV_UNLIMITED, 1000), TKV_OK);
+            for (t = 0; t < 10; t++) { /* append, attend, attend_part; then the same with moved tokens */
+                const int moved = t / 5 * MOVED_STACK;
+                c.n = queries[t % 5];
+                c.parts = t % 5 > 2 ? 2 : 0;
+                if (t == 5 && s->discards) break; /* discarded tokens cannot move */
+                if (t == 5) CHECK_EQ(tkv_seq_shift(c.kv, 0, 70, TKV_UNLIMITED, 1000), TKV_OK);
                 used = measure_stack(&c, stack);
                 CHECK_MSG(used <= STACK_LIMIT + moved +
                                       (!c.n          ? 0
                                        : s->discards ? RECOMPUTE_STACK
                                        : s->offloads ? OFFLOAD_STACK
                                                      : 0),
-                          "%d bytes: %s, %d queries, %s", used, tkv_get_name(TKV_NAME_FORMAT, pairs[i].k),
-                          c.n, s->name);
+                          "%d bytes: %s, %d queries, %d parts, %s", used,
+                          tkv_get_name(TKV_NAME_FORMAT, (int)pairs[i].k), c.n, c.parts, s->name);
                 most_used = used > most_used ? used : most_used;
             }
             take_areas(c.kv, 0);
