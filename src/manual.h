@@ -1444,9 +1444,40 @@
  *
  *   To update, put the new header in the place of the old one. tools/rename.py of the repository brings a tree to new
  *   names, by the tables of CHANGELOG.md, and lists what needs a person. Until 1.0 structs may grow with each minor
- *   version, so compile programs and shared libraries again. Where both were compiled with different headers, they
- *   find out by tkv_get_build, as R1 does. The canaries at both ends of tkv_config find a config of another size, and
- *   one that was not filled with zeros.
+ *   version, so compile programs and shared libraries again.
+ *
+ *   ABI. These structs cross the boundary of a shared library: all of the header but tkv_cache, of which a program has
+ *   a pointer alone. Bytes with 64-bit pointers (x86-64, AArch64, Windows too) and on i386, without tkv_ before names:
+ *
+ *     allocator 24/12             budget_config 80/72         memory_info 184/100         advice 32/28
+ *     format_pair 8/8             meter_config 16/16          seq_memory_info 24/12       feedback_info 72/68
+ *     rope 32/28                  host_config 72/44           pressure_info 56/56         feedback 4112/4112
+ *     layer_config 104/100        config 608/500              budget_info 232/220         score_params 40/32
+ *     level 28/28                 rows 8/8                    level_info 48/44            threshold 96/96
+ *     pressure_config 52/52       append_params 112/64        layer_info 280/192          thresholds 16/12
+ *     importance_config 32/32     attend_params 264/148       evict_params 64/36          codec 104/96
+ *     promotion_config 16/16      save_info 32/20             ranked 8/8                  build_info 24/16
+ *     evict_config 56/48          save_params 88/48           remat_block 40/28           config_arrays 48/24
+ *     event 56/36                 load_params 80/44           remat_info 64/64            pressure 112/112
+ *     offload_config 48/24        load_info 32/24             remat 136/128               token_importance 8/8
+ *     remat_config 56/52          prefix_hash 32/32           promotion_state 48/48       evict_view 104/56
+ *     recompute_config 72/60      prefix_extra 24/12          promotion 88/72             evict_result 20/20
+ *     model_config 72/64          prefix_params 88/48         calibration_info 8/8        evict_budget 32/28
+ *     limits_config 24/20         prefix_store 32/16          samples 48/32
+ *     tiers_config 40/40          prefix_info 24/20           quality_info 64/60
+ *     format_options 52/52        tier_bytes 24/12            feedback_config 24/24
+ *
+ *   tests/test_create.c compares them. No switch changes them, and C++ has the same. Enums have the size of an int.
+ *   Other machines of 32 bits, such as ARM and WebAssembly, align numbers of 8 bytes otherwise than i386.
+ *
+ *   These are changes of the ABI: another size, field or meaning of a struct; another value of an enumerator; another
+ *   signature of a function or callback; a function that goes. More functions and more enumerators are none. Until 1.0
+ *   each minor version may bring one, and a patch brings none. So a program and a library need the same
+ *   TKV_VERSION / 100: tkv_get_build gives the version of the library. Between releases R1 compares more: the whole
+ *   version and config_bytes, the size of tkv_config. Ask before the first config is made.
+ *
+ *   The canaries at both ends of tkv_config are a second line. A config with a canary that is not 0 is refused. That
+ *   finds one that was not filled with zeros, and as a rule one of another size. config_bytes always finds the size.
  *
  *   C. TKV_STATIC before the include makes a program of one file. Where a compiler should warn of a status that is
  *   not read, take the header from a system folder (gcc, clang):

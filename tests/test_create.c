@@ -490,6 +490,94 @@ TEST(build_is_reported) {
     CHECK_EQ(tkv_get_build(NULL, NULL), TKV_ERR_ARG);
 }
 
+/* The table of chapter 17 of the manual, which tests/test_manual.py compares: bytes of the public structs with 64-bit
+ * pointers, and on i386. Another size is another ABI. */
+#define SIZE(name, on_lp64, on_i386)                                                                         \
+    { #name, (int)sizeof(tkv_##name), on_lp64, on_i386 }
+
+TEST(sizes_of_public_structs) {
+    static const struct {
+        const char *name;
+        int bytes, on_lp64, on_i386;
+    } sizes[] = {SIZE(allocator, 24, 12),
+                 SIZE(format_pair, 8, 8),
+                 SIZE(rope, 32, 28),
+                 SIZE(layer_config, 104, 100),
+                 SIZE(level, 28, 28),
+                 SIZE(pressure_config, 52, 52),
+                 SIZE(importance_config, 32, 32),
+                 SIZE(promotion_config, 16, 16),
+                 SIZE(evict_config, 56, 48),
+                 SIZE(event, 56, 36),
+                 SIZE(offload_config, 48, 24),
+                 SIZE(remat_config, 56, 52),
+                 SIZE(recompute_config, 72, 60),
+                 SIZE(model_config, 72, 64),
+                 SIZE(limits_config, 24, 20),
+                 SIZE(tiers_config, 40, 40),
+                 SIZE(format_options, 52, 52),
+                 SIZE(budget_config, 80, 72),
+                 SIZE(meter_config, 16, 16),
+                 SIZE(host_config, 72, 44),
+                 SIZE(config, 608, 500),
+                 SIZE(rows, 8, 8),
+                 SIZE(append_params, 112, 64),
+                 SIZE(attend_params, 264, 148),
+                 SIZE(save_info, 32, 20),
+                 SIZE(save_params, 88, 48),
+                 SIZE(load_params, 80, 44),
+                 SIZE(load_info, 32, 24),
+                 SIZE(prefix_hash, 32, 32),
+                 SIZE(prefix_extra, 24, 12),
+                 SIZE(prefix_params, 88, 48),
+                 SIZE(prefix_store, 32, 16),
+                 SIZE(prefix_info, 24, 20),
+                 SIZE(tier_bytes, 24, 12),
+                 SIZE(memory_info, 184, 100),
+                 SIZE(seq_memory_info, 24, 12),
+                 SIZE(pressure_info, 56, 56),
+                 SIZE(budget_info, 232, 220),
+                 SIZE(level_info, 48, 44),
+                 SIZE(layer_info, 280, 192),
+                 SIZE(evict_params, 64, 36),
+                 SIZE(ranked, 8, 8),
+                 SIZE(remat_block, 40, 28),
+                 SIZE(remat_info, 64, 64),
+                 SIZE(remat, 136, 128),
+                 SIZE(promotion_state, 48, 48),
+                 SIZE(promotion, 88, 72),
+                 SIZE(calibration_info, 8, 8),
+                 SIZE(samples, 48, 32),
+                 SIZE(quality_info, 64, 60),
+                 SIZE(feedback_config, 24, 24),
+                 SIZE(advice, 32, 28),
+                 SIZE(feedback_info, 72, 68),
+                 SIZE(feedback, 4112, 4112),
+                 SIZE(score_params, 40, 32),
+                 SIZE(threshold, 96, 96),
+                 SIZE(thresholds, 16, 12),
+                 SIZE(codec, 104, 96),
+                 SIZE(build_info, 24, 16),
+                 SIZE(config_arrays, 48, 24),
+                 SIZE(pressure, 112, 112),
+                 SIZE(token_importance, 8, 8),
+                 SIZE(evict_view, 104, 56),
+                 SIZE(evict_result, 20, 20),
+                 SIZE(evict_budget, 32, 28)};
+#if defined(__i386__) && !defined(_WIN32) /* elsewhere 8 bytes are aligned otherwise */
+    const int is_i386 = 1;
+#else
+    const int is_i386 = 0;
+#endif
+    int i;
+    if (sizeof(void *) != 8 && !is_i386) SKIP("sizes are known with 64-bit pointers, and on i386");
+    for (i = 0; i < COUNT(sizes); i++) {
+        const int want = is_i386 ? sizes[i].on_i386 : sizes[i].on_lp64;
+        CHECK_MSG(sizes[i].bytes == want, "tkv_%s has %d bytes, not %d", sizes[i].name, sizes[i].bytes, want);
+    }
+}
+#undef SIZE
+
 /* Each status has a text of its own, and other numbers have one in common. */
 TEST(statuses_have_texts) {
 #define STATUS_VALUE_(name, value, text) name,
@@ -553,6 +641,7 @@ int main(int argc, char **argv) {
     RUN(errors_name_their_field);
     RUN(config_is_reported);
     RUN(build_is_reported);
+    RUN(sizes_of_public_structs);
     RUN(statuses_have_texts);
     RUN(reports_of_nothing_are_refused);
     return tkv_test_end();

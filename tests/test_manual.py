@@ -377,6 +377,15 @@ class Form(unittest.TestCase):
         self.assertGreater(len(calls), 120)
         self.assertEqual(calls - set(re.findall(r"\b(tkv_\w+)\(", read("tests", "test_stack.c"))), set())
 
+    def test_sizes_of_structs(self):
+        """The table of the ABI has the sizes that tests/test_create.c compares, and each struct of the header."""
+        table = read("src", "manual.h").partition(" *   ABI. ")[2].partition("tests/test_create.c")[0]
+        listed = re.findall(r"\b(\w+) (\d+)/(\d+)(?= |$)", table, re.M)
+        self.assertEqual(sorted(listed), sorted(re.findall(r"\bSIZE\((\w+), (\d+), (\d+)\)", read("tests", "test_create.c"))))
+        structs = re.findall(r"^typedef struct tkv_(\w+) {", read("src", "api.h"), re.M)
+        self.assertGreater(len(structs), 60)
+        self.assertEqual(sorted(name for name, _, _ in listed), sorted(structs))
+
     def test_one_comment(self):
         text = read("src", "manual.h")
         self.assertEqual((text.count("/*"), text.count("*/")), (1, 1))
