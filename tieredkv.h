@@ -31738,9 +31738,8 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     tkv_remat_config cost;
     double least = 0.0, price;
     int seq, from = -1, to = 0, last = 0;
-    const char *fault;
     if (!TKVI_HAS_DISCARD || !cfg->recompute.compute) return 0;
-    fault = tkvi_recompute_cost(cfg, &cost);
+    const char *const fault = tkvi_recompute_cost(cfg, &cost);
     TKVI_ASSERT(!fault); /* the config was validated */
     (void)fault;
     if (cheap && (double)(kv->heap.held - tkvi_spare_state_bytes(kv)) <
@@ -47284,9 +47283,8 @@ static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_s
 /* The state at *at of a verified section. Goes to the next one. */
 static tkvi_saved_state tkvi_next_saved_state(const tkvi_section *s, size_t *at) {
     tkvi_saved_state state;
-    int is_read;
     memset(&state, 0, sizeof state);
-    is_read = tkvi_read_saved_state(s, at, &state);
+    const int is_read = tkvi_read_saved_state(s, at, &state);
     TKVI_ASSERT(is_read);
     (void)is_read;
     return state;

@@ -443,9 +443,8 @@ static int tkvi_read_saved_state(const tkvi_section *s, size_t *at, tkvi_saved_s
 /* The state at *at of a verified section. Goes to the next one. */
 static tkvi_saved_state tkvi_next_saved_state(const tkvi_section *s, size_t *at) {
     tkvi_saved_state state;
-    int is_read;
     memset(&state, 0, sizeof state);
-    is_read = tkvi_read_saved_state(s, at, &state);
+    const int is_read = tkvi_read_saved_state(s, at, &state);
     TKVI_ASSERT(is_read);
     (void)is_read;
     return state;

@@ -171,9 +171,8 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     tkv_remat_config cost;
     double least = 0.0, price;
     int seq, from = -1, to = 0, last = 0;
-    const char *fault;
     if (!TKVI_HAS_DISCARD || !cfg->recompute.compute) return 0;
-    fault = tkvi_recompute_cost(cfg, &cost);
+    const char *const fault = tkvi_recompute_cost(cfg, &cost);
     TKVI_ASSERT(!fault); /* the config was validated */
     (void)fault;
     if (cheap && (double)(kv->heap.held - tkvi_spare_state_bytes(kv)) <
