@@ -37540,7 +37540,8 @@ static tkv_status tkvi_promote_candidates(const tkvi_ranking *r, int seq, int la
             *done += !st;
             continue;
         }
-        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && p->compute && !asked++)
+        TKVI_ASSERT(p->compute || !tkvi_is_discarded(tkvi_block_of(kv, id))); /* else it was no candidate */
+        if (tkvi_is_discarded(tkvi_block_of(kv, id)) && !asked++)
             st = tkv_seq_recompute(kv, seq, p->remat, tkvi_max(best->now, p->remat->step), p->compute,
                                    p->user, NULL);
         if (tkvi_is_discarded(tkvi_block_of(kv, id))) continue;
