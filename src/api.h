@@ -823,7 +823,7 @@ typedef struct tkv_attend_params {
     float *lse;
     /* NULL, or output (needs lse): the attention score of each key, by index, summed over rows and heads. Each entry
      * of the batch has an array of score_stride floats. score_stride is at least the longest length; 0: that length.
-     * This costs a second pass over the keys. */
+     * This costs a second pass over the keys, and the last bits of out and lse can be others than without it. */
     float *scores;
     ptrdiff_t score_stride;
 } tkv_attend_params;

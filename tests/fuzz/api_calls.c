@@ -1281,7 +1281,7 @@ static tkv_status call_calibration(void) {
 /* >>attention */
 static float q_in[ROWS * MAX_HEADS * MAX_DIM], mask[ROWS * LONGEST], out_a[ROWS * MAX_HEADS * MAX_DIM],
     out_b[ROWS * MAX_HEADS * MAX_DIM], lse_a[ROWS * MAX_HEADS], lse_b[ROWS * MAX_HEADS],
-    scores[SEQS * LONGEST];
+    scores[SEQS * LONGEST], scores_b[SEQS * LONGEST];
 static uint64_t mask_bits[ROWS * WORDS];
 
 static void compare_attention(int n_rows) {
@@ -1304,7 +1304,7 @@ static void compare_attention(int n_rows) {
 }
 
 /* The same call in parts, in any order: the same bits. Before them comes one that is refused. */
-static void attend_in_parts(tkv_attend_params p, int n_rows) {
+static void attend_in_parts(tkv_attend_params p, int n_rows, int n_keys) {
     const int how = next_byte(), n_parts = 1 + how % 11, offset = how / 4;
     const size_t n = (size_t)(n_rows * cfg.model.n_heads * v_dim) * sizeof *out_b,
                  n_lse = (size_t)(n_rows * cfg.model.n_heads) * sizeof *lse_b;
@@ -1317,7 +1317,8 @@ static void attend_in_parts(tkv_attend_params p, int n_rows) {
     CHECK(bytes >= 128);
     space = exact_memory(bytes + (size_t)offset);
     memset(space + offset, 0, 128);
-    p.out = out_b, p.lse = lse_b, p.scores = NULL;
+    p.out = out_b, p.lse = lse_b;
+    if (p.scores) p.scores = scores_b;
     CHECK_EQ(tkv_attend_part(kv, &p, n_parts, n_parts, space + offset, bytes), TKV_ERR_ARG);
     CHECK_EQ(tkv_attend_part(kv, &p, 0, n_parts, space + offset, bytes - 1), TKV_ERR_CAPACITY);
     memset(space + offset, 0, 128);
@@ -1330,6 +1331,7 @@ static void attend_in_parts(tkv_attend_params p, int n_rows) {
     CHECK_EQ(st, TKV_OK);
     CHECK_MEM(out_b, out_a, n);
     CHECK_MEM(lse_b, lse_a, n_lse);
+    if (p.scores) CHECK_MEM(scores_b, scores, (size_t)n_keys * sizeof *scores);
 }
 
 static tkv_status call_attend(void) {
@@ -1424,7 +1426,7 @@ static tkv_status call_attend(void) {
     if (call.must_fail) return st;
     if (store.n_failed != failed) return st;
     if (!st && next_byte() % 4 == 0) {
-        attend_in_parts(p, n_used);
+        attend_in_parts(p, n_used, model[rows[0].seq][l].len);
         memset(out_b, 0, sizeof out_b);
         memset(lse_b, 0, sizeof lse_b);
     }
