@@ -45456,8 +45456,7 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
         int l;
         for (l = 0; l < t->n_levels; l++) {
             int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
-            const int is_forever =
-                *hot == TKVI_FOREVER; /* no call changes that: other tiers may have no table */
+            const int is_forever = *hot == TKVI_FOREVER; /* no call changes it: tables depend on it */
             tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
         }
     }
