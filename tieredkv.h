@@ -48045,13 +48045,30 @@ static tkv_status tkvi_place_states_of_all(tkvi_loader *l) {
     return st;
 }
 
-/* Reserves again what sequences had reserved. The pages for it are there, unless a file says otherwise. */
+/* Reserves again what sequences had reserved. Pages, entries and room in the lists are there, unless a file says
+ * otherwise: then they are provided, or the reservation ends. */
 static void tkvi_reserve_again(tkv_cache *kv) {
     const tkvi_demand none = tkvi_no_demand();
     int seq;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
-        if (!kv->seq[seq].reserved_len) continue;
-        tkvi_reserve_slots(kv, seq, kv->seq[seq].reserved_len);
+        const int len = kv->seq[seq].reserved_len;
+        tkvi_request request = tkvi_no_request();
+        tkv_rows row;
+        int64_t n_entries;
+        if (!len) continue;
+        row.seq = seq;
+        row.n = tkvi_max(0, len - tkv_get_length(kv, seq, TKV_ALL_LAYERS));
+        request.rows = &row;
+        request.n_rows = 1;
+        request.layer = -1;
+        kv->seq[seq].reserved_len = 0;
+        tkvi_demand_reservation(kv, seq, len, &request);
+        n_entries = tkvi_entries_for_demand(&kv->pool, &request.fixed);
+        if (tkvi_index_growth_bytes(kv, &request, n_entries, tkvi_n_row_entries) >
+                tkvi_heap_limit(kv) - kv->heap.held ||
+            !tkvi_grow_index(kv, &request, n_entries, tkvi_n_row_entries))
+            continue;
+        tkvi_reserve_slots(kv, seq, len);
         if (!tkvi_provide(&kv->pool, &none)) tkvi_reserve_slots(kv, seq, 0);
     }
 }

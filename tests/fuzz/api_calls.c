@@ -509,10 +509,10 @@ static tkv_status append_somehow(const tkv_append_params *p) {
     return st;
 }
 
-/* The position that follows that of the last token. */
+/* The position of the next token: it follows that of the last one, which can be negative if that is gone. */
 static int next_position(int seq, int layer) {
     const model_layer *s = &model[seq][layer];
-    return s->len ? s->position[s->len - 1] + 1 : 0;
+    return s->len ? max_of(0, s->position[s->len - 1] + 1) : 0;
 }
 
 /* 1 if n more tokens get positions below 2^30. */
