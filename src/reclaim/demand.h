@@ -249,10 +249,15 @@ static int tkvi_provide_within_limit(tkv_cache *kv, const tkvi_request *request)
                   pages = tkvi_pages_for_demand(&kv->pool, &demand);
     const size_t limit = tkvi_heap_limit(kv),
                  growth = tkvi_index_growth_bytes(kv, request, n_entries, tkvi_n_row_entries);
+    size_t page_table;
     TKVI_ASSERT(kv->heap.held <= limit);
     if (growth > limit - kv->heap.held) tkvi_trim_to(&kv->pool, 0);
     if (growth && growth <= limit - kv->heap.held &&
         !tkvi_grow_index(kv, request, n_entries, tkvi_n_row_entries))
+        return 0;
+    /* At once: in steps the last array but one would stand beside the last, and the forecast counts the present one. */
+    page_table = tkvi_growth_bytes(kv->pool.page_cap, pages, sizeof(tkvi_page));
+    if (page_table && page_table <= limit - kv->heap.held && !tkvi_grow_pages(&kv->pool, (uint32_t)pages))
         return 0;
     while ((int64_t)kv->pool.n_pages < pages) {
         const size_t page = kv->tables.page_bytes +
