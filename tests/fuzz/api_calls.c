@@ -734,15 +734,19 @@ static tkv_status call_begin(void) {
     return st;
 }
 
+static void abort_model(int seq) {
+    int l;
+    for (l = 0; l < 2; l++) truncate_model(seq, l, model[seq][l].step_len);
+}
+
 static tkv_status call_end(void) {
     const int seq = choose_seq(), commits = next_byte() % 3;
     tkv_status st = commits ? tkv_seq_commit(kv, seq) : tkv_seq_abort(kv, seq);
-    int l;
     sprintf(call.text, "%s sequence %d", commits ? "commit" : "abort", seq);
     if (!is_seq(seq)) return st;
     if (!in_step[seq]) CHECK_EQ(st, TKV_ERR_STATE);
     if (st) return st;
-    for (l = 0; l < 2 && !commits; l++) truncate_model(seq, l, model[seq][l].step_len);
+    if (!commits) abort_model(seq);
     in_step[seq] = 0;
     if (min_len(seq) >= reserved[seq]) reserved[seq] = 0;
     return st;
@@ -772,20 +776,36 @@ static tkv_status call_truncate(void) {
     return st;
 }
 
+/* What the layers of a sequence attend: the bits of one query, or a status. */
+typedef struct answers {
+    float out[2][MAX_HEADS * MAX_DIM];
+    tkv_status st[2];
+} answers;
+
+static void ask(int seq, answers *a) {
+    static float q[MAX_HEADS * MAX_DIM];
+    tkv_rng rng = tkv_rng_seed(4);
+    int l;
+    memset(a, 0, sizeof *a);
+    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
+    for (l = 0; l < 2; l++) a->st[l] = tkv_attend(kv, seq, l, q, 1, a->out[l]);
+}
+
+static void check_same_answers(const answers *a, const answers *b) {
+    int l;
+    for (l = 0; l < 2; l++) {
+        CHECK_EQ(a->st[l], b->st[l]);
+        if (!a->st[l]) CHECK_MEM(a->out[l], b->out[l], sizeof a->out[l]);
+    }
+}
+
 /* A fork and its source see the same bytes, so their outputs have the same bits. */
 static void compare_fork(int src, int dst) {
-    static float q[MAX_HEADS * MAX_DIM], out[2][MAX_HEADS * MAX_DIM];
     const int failed = store.n_failed;
-    tkv_rng rng = tkv_rng_seed(3);
-    int l;
-    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
-    for (l = 0; l < 2 && model[src][l].len; l++) {
-        const tkv_status st = tkv_attend(kv, src, l, q, 1, out[0]),
-                         other = tkv_attend(kv, dst, l, q, 1, out[1]);
-        if (store.n_failed != failed) return;
-        CHECK_EQ(other, st);
-        if (!st) CHECK_MEM(out[1], out[0], (size_t)(cfg.model.n_heads * v_dim) * sizeof(float));
-    }
+    answers a, b;
+    ask(src, &a);
+    ask(dst, &b);
+    if (store.n_failed == failed) check_same_answers(&b, &a);
 }
 
 static tkv_status call_fork(void) {
@@ -1670,29 +1690,6 @@ static tkv_status call_free_bytes(void) {
 /* >>saving */
 enum { MOST_ATTACHED = 8, SCRATCH = 1 << 19 };
 
-/* What the layers of a sequence attend: the bits of one query, or a status. */
-typedef struct answers {
-    float out[2][MAX_HEADS * MAX_DIM];
-    tkv_status st[2];
-} answers;
-
-static void ask(int seq, answers *a) {
-    static float q[MAX_HEADS * MAX_DIM];
-    tkv_rng rng = tkv_rng_seed(4);
-    int l;
-    memset(a, 0, sizeof *a);
-    tkv_rng_fill(&rng, q, COUNT(q), 1.0);
-    for (l = 0; l < 2; l++) a->st[l] = tkv_attend(kv, seq, l, q, 1, a->out[l]);
-}
-
-static void check_same_answers(const answers *a, const answers *b) {
-    int l;
-    for (l = 0; l < 2; l++) {
-        CHECK_EQ(a->st[l], b->st[l]);
-        if (!a->st[l]) CHECK_MEM(a->out[l], b->out[l], sizeof a->out[l]);
-    }
-}
-
 /* The newest file: a saved sequence, or a journal that ends with it. */
 typedef struct saved_model {
     model_layer layer[2];
@@ -1873,7 +1870,7 @@ static tkv_status load_saved(void) {
     for (i = 0; i < SEQS && which / 8 % 4; i++) {
         if (!in_step[i]) continue;
         CHECK_EQ(tkv_seq_abort(kv, i), TKV_OK);
-        for (l = 0; l < 2; l++) truncate_model(i, l, model[i][l].step_len);
+        abort_model(i);
         in_step[i] = reserved[i] = 0;
     }
     if (which / 32 && is_seq(seq)) {
