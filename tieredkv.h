@@ -41909,6 +41909,14 @@ static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discard
     return 0;
 }
 
+/* Number of tokens behind block i of a list that are older than the last append. Gaps have none: where a move splits a
+ * block before a gap, its first part does not grow old at once. */
+static int64_t tkvi_n_older_behind(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    int64_t n = (int64_t)list->chunk_start - list->len;
+    while (++i < list->n) n += tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i));
+    return n;
+}
+
 /* Checks entry i of a list. */
 static tkv_status tkvi_check_entry(const tkvi_checker *k, int seq, int layer, int i) {
     const tkv_cache *kv = k->kv;
@@ -41982,7 +41990,8 @@ static tkv_status tkvi_check_entry(const tkvi_checker *k, int seq, int layer, in
         return tkvi_report_broken(k, "a copy is in no known format", (int64_t)ids[i]);
     if (i >= list->sinks && tier != TKV_TIER_ARCHIVE && age >= most && kv->tables.n_levels == 1 &&
         !tkvi_has_budget(kv) && !kv->budget.hot_tokens_changed && !kv->budget.has_loaded &&
-        !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)))
+        !tkvi_must_wait_for_table(kv, layer, (tkv_tier)((int)tier + 1)) &&
+        (!TKVI_HAS_MOVES || tkvi_n_older_behind(kv, list, ids, i) >= most))
         return tkvi_report_broken(k, "a block is in its tier for too long", (int64_t)ids[i]);
     return TKV_OK;
 }

@@ -2169,6 +2169,40 @@ TEST(tokens_that_share_positions_age) {
     }
 }
 
+/* A block waits for its tier as long as the tokens behind it are few, also if many between them are gone. A shift splits
+ * it: the older part is not due before the next append. */
+TEST(parts_of_a_block_before_a_gap_wait) {
+    tkv_config cfg = make_move_config(1), exact = cfg;
+    plain_sequence *s = (plain_sequence *)calloc(1, sizeof *s);
+    uint8_t tier[128];
+    tkv_cache *kv;
+    int i, end = 128;
+    if (!s) exit(2);
+    cfg.limits.max_append = 64;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 64;
+    kv = create_cache(&cfg);
+    append_plain(kv, 0, s, 0, end, 64);
+    for (i = 0; i < 8; i++, end += 64) { /* of all chunks two tokens stay, the last ones */
+        append_plain(kv, 0, s, end, 64, 64);
+        CHECK_EQ(tkv_seq_remove(kv, 0, i ? end - 2 : end, end + 62), TKV_OK);
+        remove_plain(s, i ? end - 2 : end, end + 62);
+        check_plain(kv, 0, s, &exact, 1e-8);
+    }
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 0, 128, tier), TKV_OK);
+    CHECK(tier[127] != TKV_TIER_ARCHIVE);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 120, 128, 2), TKV_OK);
+    shift_plain(s, 120, 128, 2);
+    check_plain(kv, 0, s, &exact, 1e-8);
+    append_plain(kv, 0, s, end, 64, 64);
+    check_plain(kv, 0, s, &exact, 1e-8);
+    CHECK_EQ(tkv_get_tiers(kv, 0, 0, 0, 128, tier), TKV_OK);
+    CHECK_EQ(tier[119], TKV_TIER_ARCHIVE);
+    CHECK(tier[127] != TKV_TIER_ARCHIVE);
+    tkv_destroy(kv);
+    free(s);
+}
+
 /* Blocks of one to three tokens, each of another text. One append recodes as many tokens of them as of whole blocks. */
 TEST(short_blocks_age) {
     int n, i;
@@ -2842,6 +2876,7 @@ int main(int argc, char **argv) {
     RUN(copied_sinks_end_where_sinks_end);
     RUN(copies_of_sinks);
     RUN(tokens_that_share_positions_age);
+    RUN(parts_of_a_block_before_a_gap_wait);
     RUN(short_blocks_age);
     RUN(copies_wait_for_a_table);
     RUN(a_kept_path_equals_one_that_was_appended_alone);
