@@ -425,6 +425,81 @@ TEST(evicted_tokens) {
     tkv_destroy(b);
 }
 
+/* The largest difference of a held token from the model's rows. Adds the number of held tokens to n_held. */
+static double worst_of_held(tkv_cache *kv, int seq, int *n_held) {
+    uint64_t live_mask[LONGEST / 64];
+    double worst = 0.0, e;
+    int l, i;
+    for (l = 0; l < LAYERS; l++) {
+        CHECK_EQ(live_mask_of(kv, seq, l, 0, tkv_get_length(kv, seq, l), live_mask), TKV_OK);
+        for (i = 0; i < tkv_get_length(kv, seq, l); i++) {
+            if (!(live_mask[i / 64] >> i % 64 & 1)) continue;
+            if (tkv_read(kv, seq, l, i, 1, k_a, v_a) != TKV_OK) continue; /* discarded */
+            ++*n_held;
+            e = float_difference(k_a, k_model[seq][l] + i * ROW, ROW);
+            if (e > worst) worst = e;
+            e = float_difference(v_a, v_model[seq][l] + i * ROW, ROW);
+            if (e > worst) worst = e;
+        }
+    }
+    return worst;
+}
+
+/* Restores the discarded tokens of all layers, at most `most` of them a call. The rows end with the tokens, so that
+ * sanitizers see a read behind them. Returns the number of calls that evicted tokens. */
+static int restore_in_pieces(tkv_cache *kv, int seq, int most) {
+    int start, n, l, n_evicting = 0;
+    while ((n = find_discarded(kv, seq, &start)) > 0)
+        for (l = 0, n = n < most ? n : most; l < LAYERS; l++) {
+            const size_t bytes = (size_t)(n * ROW) * sizeof(float);
+            const uint64_t evicted = budget_of(kv).evicted;
+            float *k = (float *)malloc(bytes), *v = (float *)malloc(bytes);
+            int n_held = 0;
+            tkv_status st;
+            if (!k || !v) exit(2);
+            memcpy(k, k_model[seq][l] + start * ROW, bytes);
+            memcpy(v, v_model[seq][l] + start * ROW, bytes);
+            st = tkv_restore(kv, seq, l, start, k, v, n);
+            free(k);
+            free(v);
+            check_cache(kv);
+            CHECK_LE(worst_of_held(kv, seq, &n_held), 0.01);
+            CHECK(n_held > 0);
+            n_evicting += budget_of(kv).evicted > evicted;
+            if (!st) continue;
+            CHECK_EQ(st, TKV_ERR_RANGE); /* after evictions 64 tokens need not be whole blocks */
+            return n_evicting;
+        }
+    return n_evicting;
+}
+
+/* In a full budget a restore evicts tokens of its own sequence, also those that it was to restore. Their block leaves
+ * the list, and the next one must not take the rows. */
+TEST(restores_that_evict) {
+    tkv_config cfg = small_config();
+    tkv_level level;
+    int size, most, n_evicting = 0;
+    memset(&level, 0, sizeof level);
+    level.hot_tokens = cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    level.warm.k = level.warm.v = level.archive.k = level.archive.v = TKV_F16;
+    cfg.tiers.hot.k = cfg.tiers.hot.v = TKV_F16;
+    cfg.evict.policy = TKV_EVICT_FIFO;
+    cfg.budget.ladder = &level; /* no level recodes: tokens go, or they are exact */
+    cfg.budget.n_levels = 1;
+    for (size = 60; size <= 200; size += 8)
+        for (most = BLOCK; most <= LONGEST; most += LONGEST - BLOCK) {
+            tkv_cache *kv;
+            cfg.budget.bytes = (size_t)size * 4096;
+            kv = create_cache(&cfg);
+            while (tkv_get_length(kv, 0, 0) < 480) CHECK_EQ(append_to_both(kv, NULL, 0, 48), TKV_OK);
+            (void)discard_tokens(kv, 0, 2 * BLOCK);
+            while (tkv_get_length(kv, 0, 0) < 960) CHECK_EQ(append_to_both(kv, NULL, 0, 48), TKV_OK);
+            n_evicting += restore_in_pieces(kv, 0, most);
+            tkv_destroy(kv);
+        }
+    CHECK(n_evicting > 10);
+}
+
 /* The block of the sinks keeps the anchors. The blocks that they came from can be discarded and restored. */
 TEST(anchors) {
     tkv_config cfg = small_config();
@@ -1335,6 +1410,7 @@ int main(int argc, char **argv) {
     RUN(windows);
     RUN(truncations_flushes_resets);
     RUN(evicted_tokens);
+    RUN(restores_that_evict);
     RUN(anchors);
     RUN(offloaded_blocks_and_copies);
     RUN(recomputing_in_steps);

@@ -296,6 +296,30 @@ static int tkvi_takes_rows(const tkv_cache *kv, const tkvi_list *list, const uin
            (tkvi_block_start(kv, ids, i) >= start && tkvi_tokens_end(kv, list, ids, i) <= start + n);
 }
 
+/* Sets *first and *last to the range of blocks that rows of the positions start .. start + n - 1 restore. *last 0:
+ * none. */
+static tkv_status tkvi_find_restored(tkv_cache *kv, int seq, int layer, int start, int n, int *first,
+                                     int *last) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    int i;
+    *first = *last = 0;
+    for (i = 0; i < list->n; i++) {
+        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_tokens_end(kv, list, ids, i);
+        if (!tkvi_takes_rows(kv, list, ids, i, start, n)) continue;
+        if (!*last && end <= start)
+            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
+                             block_start, " on");
+        if (block_start >= start + n) break;
+        if (block_start < start || end > start + n)
+            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
+                             " (tkv_seq_find_discarded)");
+        if (!*last) *first = i;
+        *last = i + 1;
+    }
+    return TKV_OK;
+}
+
 TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, const float *k, const float *v,
                                int n) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
@@ -304,7 +328,7 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     tkvi_source from_k, from_v;
     const tkvi_geometry *g;
     tkvi_request request = tkvi_no_request();
-    int i, first = -1, last = 0;
+    int i, first, last;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     g = tkvi_geometry_of(kv, layer);
@@ -314,20 +338,9 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
     ids = tkvi_ids(kv, seq, layer);
     if (start > list->len || n > list->len - start)
         return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has fewer tokens than", (int64_t)start + n, "");
-    for (i = 0; i < list->n; i++) {
-        const int block_start = tkvi_block_start(kv, ids, i), end = tkvi_tokens_end(kv, list, ids, i);
-        if (!tkvi_takes_rows(kv, list, ids, i, start, n)) continue;
-        if (first < 0 && end <= start)
-            return tkvi_fail(kv, TKV_ERR_STATE, "tokens are restored front to back; next are those from",
-                             block_start, " on");
-        if (block_start >= start + n) break;
-        if (block_start < start || end > start + n)
-            return tkvi_fail(kv, TKV_ERR_RANGE, "whole blocks are restored; this one ends at position", end,
-                             " (tkv_seq_find_discarded)");
-        if (first < 0) first = i;
-        last = i + 1;
-    }
-    if (first < 0) return tkvi_ok(kv); /* this layer has discarded none of them */
+    st = tkvi_find_restored(kv, seq, layer, start, n, &first, &last);
+    if (st) return st;
+    if (!last) return tkvi_ok(kv); /* this layer has discarded none of them */
     from_k = tkvi_describe_source(g, TKV_K, k, TKV_TYPE_F32, 0, 0);
     from_v = tkvi_describe_source(g, TKV_V, v, TKV_TYPE_F32, 0, 0);
     if (kv->tables.cfg.host.nonfinite == TKV_NONFINITE_REFUSE &&
@@ -342,8 +355,9 @@ TKV_API tkv_status tkv_restore(tkv_cache *kv, int seq, int layer, int start, con
         st = tkvi_check_request(kv, &request, budget);
         while (!st && tkvi_bytes_for(kv, &request) > budget) {
             st = tkvi_reclaim(kv, &request, budget);
-            request.fixed =
-                tkvi_demand_restore(kv, seq, layer, first, last); /* other pages are partial now */
+            /* Eviction takes blocks out of the list, and other pages are partial now. */
+            if (!st) st = tkvi_find_restored(kv, seq, layer, start, n, &first, &last);
+            request.fixed = tkvi_demand_restore(kv, seq, layer, first, last);
         }
     }
     if (!st && !tkvi_provide_request(kv, &request))
