@@ -32969,10 +32969,21 @@ static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const
            tkvi_block_of(kv, ids[last])->n_shared_slots != tkvi_block_tokens(kv, list, ids, last);
 }
 
+/* Number of tokens that the last block of a list could take if no other list held it. */
+static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
+                          const uint32_t *ids) {
+    const int last = list->n - 1;
+    const int capacity = last < 0 ? 0
+                         : last < list->sinks
+                             ? p->sink
+                             : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
+    return last < 0 ? 0 : tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
+}
+
 /* Number of tokens that the last block of a list can still take. */
 static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                 const uint32_t *ids) {
-    int last = list->n - 1, capacity;
+    const int last = list->n - 1;
     if (last < 0) return 0;
     if (last >= list->sinks && tkvi_block_of(kv, ids[last])->tier != TKV_TIER_HOT)
         return 0; /* a flush recoded it before it was full, or it was copied from older tokens */
@@ -32985,16 +32996,20 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
     if (!kv->pool.keep_all && last >= list->sinks && tkvi_is_tail_shared(kv, list, ids) &&
         tkvi_must_copy_tail(kv, list, ids) && list->len - tkvi_block_start(kv, ids, last) >= TKVI_FULL_ENOUGH)
         return 0; /* in place, lists have no room for short blocks */
-    capacity = last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
-    return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
+    return tkvi_tail_room(kv, p, list, ids);
 }
 
-/* 1 if the next token takes a new entry in the last block: the tokens there have moved, and new ones have not. Or they
- * are gone, and the position that follows them is negative. */
+/* 1 if a token that went into the last block would take a new entry: the tokens there have moved, and new ones have
+ * not. Or they are gone, and the position that follows them is negative. */
+static int tkvi_has_tail_moved(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    const tkvi_entry *last = list->n ? &kv->pool.entry[ids[list->n - 1]] : NULL;
+    return TKVI_HAS_MOVES && last && (last->turned != 0 || list->len + last->shift < 0);
+}
+
+/* 1 if the next token takes a new entry in the last block. */
 static int tkvi_tail_needs_entry(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                                  const uint32_t *ids) {
-    const tkvi_entry *last = list->n ? &kv->pool.entry[ids[list->n - 1]] : NULL;
-    return tkvi_tail_free_slots(kv, p, list, ids) && (last->turned != 0 || list->len + last->shift < 0);
+    return tkvi_tail_free_slots(kv, p, list, ids) && tkvi_has_tail_moved(kv, list, ids);
 }
 
 /* Number of blocks that n more tokens open. *n_front: those of them that the list begins with (tkvi_n_front_blocks). */
@@ -37713,7 +37728,9 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (n_front && p->sink) slots[layout[p->sink_layout].size_class]++;
     if (TKVI_HAS_EVICT && n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
-    slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
+    /* A shared tail that takes no tokens now takes some once it is not shared. */
+    slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] +=
+        tkvi_has_tail_moved(kv, list, ids) && tkvi_tail_room(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) slots[layout[p->now.layout[tier]].size_class] += need[tier];
@@ -47883,7 +47900,7 @@ static tkv_status tkvi_provide_attached(tkvi_loader *l) {
         pool->attached = longer;
         pool->n_attached = (uint32_t)n;
     }
-    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
+    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : tkvi_cap_for(1)))
         return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
     pool->attached[i].bytes = l->from.file.bytes;
     pool->attached[i].size = l->from.file.end;

@@ -451,7 +451,7 @@ static tkv_status tkvi_provide_attached(tkvi_loader *l) {
         pool->attached = longer;
         pool->n_attached = (uint32_t)n;
     }
-    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : 1))
+    if (!tkvi_grow_sources(pool, pool->block_cap ? pool->block_cap : tkvi_cap_for(1)))
         return tkvi_refuse_no_memory(l->kv, "no memory to attach a file to sequence", l->p->seq, "");
     pool->attached[i].bytes = l->from.file.bytes;
     pool->attached[i].size = l->from.file.end;

@@ -83,7 +83,9 @@ static int tkvi_add_needed_slots(tkv_cache *kv, int seq, int layer, int64_t *slo
     tkvi_compute_most_new_blocks(kv, seq, layer, most);
     if (n_front && p->sink) slots[layout[p->sink_layout].size_class]++;
     if (TKVI_HAS_EVICT && n_front) slots[layout[p->anchor_layout].size_class] += p->n_anchor_blocks;
-    slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] += tkvi_tail_needs_entry(kv, p, list, ids);
+    /* A shared tail that takes no tokens now takes some once it is not shared. */
+    slots[layout[p->now.layout[TKV_TIER_HOT]].size_class] +=
+        tkvi_has_tail_moved(kv, list, ids) && tkvi_tail_room(kv, p, list, ids);
     for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
         if (need[tier] > most[tier]) need[tier] = most[tier];
         if (need[tier] > 0) slots[layout[p->now.layout[tier]].size_class] += need[tier];

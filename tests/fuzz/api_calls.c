@@ -278,7 +278,7 @@ static int is_readable(int state) { return state == LIVE || (state == DISCARDED 
 /* Reads the live tokens of a layer from `first` to end - 1, and compares them with the model. */
 static void check_values(int seq, int layer, const uint8_t *tier, int first, int end) {
     const model_layer *s = &model[seq][layer];
-    double sum = 0.0;
+    double sum = 0.0, sum_v = 0.0;
     int i, j, n, n_encoded = 0;
     for (i = first; i < end; i += n) {
         for (n = 1; i + n < end && s->state[i + n] == s->state[i]; n++) {}
@@ -308,13 +308,15 @@ static void check_values(int seq, int layer, const uint8_t *tier, int first, int
             sum += e > 2.0 ? 2.0 : e;
             e = relative_error(v, want_v, v_row);
             sum += e > 2.0 ? 2.0 : e;
+            sum_v += e > 2.0 ? 2.0 : e;
             n_encoded += 2;
         }
     }
-    /* Other tokens would be off by about 2, and zeros by 1. */
+    /* Other tokens would be off by about 2, and zeros by 1. Keys can be as bad, if their table was frozen early. */
     if (n_encoded >= 64)
-        CHECK_MSG(sum / n_encoded <= 0.7, "sequence %d, layer %d: tokens are off by %.3f", seq, layer,
-                  sum / n_encoded);
+        CHECK_MSG(sum / n_encoded <= 1.0 && sum_v / n_encoded <= 0.35,
+                  "sequence %d, layer %d: tokens are off by %.3f, values by %.3f", seq, layer,
+                  sum / n_encoded, 2.0 * sum_v / n_encoded);
 }
 
 /* n_values: tokens whose values are read, from another one in each turn. */
@@ -342,7 +344,8 @@ static void check_layer(int seq, int layer, int n_values) {
             CHECK_MSG(is == GONE, "sequence %d, layer %d: token %d, which is gone, is there", seq, layer, i);
         if (is == EXPIRED && was != EXPIRED)
             CHECK_MSG(window_of(layer) && (i < s->len - window_of(layer) || has_moved[seq]) &&
-                          (!has_window_sinks(layer) || i >= n_first_sinks() || has_moved[seq]),
+                          (!has_window_sinks(layer) || i >= n_first_sinks() || has_moved[seq] ||
+                           s->state[0] == GONE), /* tokens behind sinks that all were evicted are none */
                       "sequence %d, layer %d: token %d of %d vanished", seq, layer, i, s->len);
         if (s->is_sink[i])
             CHECK_MSG(tier[i] == TKV_TIER_HOT ||
