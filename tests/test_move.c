@@ -2203,6 +2203,32 @@ TEST(parts_of_a_block_before_a_gap_wait) {
     free(s);
 }
 
+/* A moved tail that another sequence goes on with takes no tokens. It takes some, in an entry of its own, when the
+ * other sequence is gone: a reservation made before has that entry too. fill: other tokens, so that the table of
+ * entries is full in one of the turns. */
+TEST(reservations_behind_a_shared_moved_tail) {
+    int fill;
+    for (fill = 1; fill <= 24; fill++) {
+        tkv_config cfg = make_move_config(3);
+        tkv_cache *kv;
+        int i;
+        cfg.tiers.sink_tokens = TKV_OFF;
+        cfg.budget.bytes = 1 << 22;
+        kv = create_cache(&cfg);
+        for (i = 0; i < fill; i++) CHECK_EQ(append_to_all_layers(kv, 2, i, 64, 64), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 60, 60), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 2, 1, 1), TKV_OK);
+        CHECK_EQ(tkv_seq_reserve(kv, 0, 128), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+        check_cache_at(kv, "reserved", fill);
+        CHECK_EQ(append_to_all_layers(kv, 0, 3, 128, 128), TKV_OK);
+        check_cache_at(kv, "appended", fill);
+        tkv_destroy(kv);
+    }
+}
+
 /* Blocks of one to three tokens, each of another text. One append recodes as many tokens of them as of whole blocks. */
 TEST(short_blocks_age) {
     int n, i;
@@ -2877,6 +2903,7 @@ int main(int argc, char **argv) {
     RUN(copies_of_sinks);
     RUN(tokens_that_share_positions_age);
     RUN(parts_of_a_block_before_a_gap_wait);
+    RUN(reservations_behind_a_shared_moved_tail);
     RUN(short_blocks_age);
     RUN(copies_wait_for_a_table);
     RUN(a_kept_path_equals_one_that_was_appended_alone);

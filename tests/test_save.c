@@ -2119,6 +2119,48 @@ TEST(many_files_stay_attached) {
     tkv_destroy(kv);
 }
 
+/* Loads a file into an empty cache with this budget. TKV_ERR_CONFIG: the cache itself does not fit. */
+static tkv_status load_within(const tkv_config *config, size_t budget, const tkv_load_params *load,
+                              const unsigned char *bytes, size_t n) {
+    tkv_config cfg = *config;
+    tkv_cache *kv;
+    cfg.budget.bytes = budget;
+    tkv_status st = tkv_create(&cfg, &kv);
+    if (st) return TKV_ERR_CONFIG;
+    st = tkv_seq_load(kv, load, bytes, n, NULL);
+    check_cache_at(kv, "loaded within", (int)budget);
+    CHECK_LE(budget_of(kv).peak, budget);
+    tkv_destroy(kv);
+    return st;
+}
+
+/* Near the least budget a load is refused or fits: what it needs is known before. */
+TEST(loads_near_their_budget) {
+    unsigned char *at = aligned_in(file);
+    for (int i = 0; i < 2; i++) {
+        const tkv_load_params load = i ? attach_params(0) : load_params(0);
+        for (int tokens = 3; tokens <= 400; tokens += 120) { /* 3: one block in all */
+            const tkv_config cfg = make_config(tokens == 3 ? 1 : LAYERS, SEQS);
+            tkv_cache *kv = create_cache(&cfg);
+            size_t budget = 4096, least;
+            int n_refused = 0;
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, tokens, 40), TKV_OK);
+            const size_t n = save_sequence(kv, 0, at);
+            tkv_destroy(kv);
+            while (load_within(&cfg, budget, &load, at, n) != TKV_OK && budget < ((size_t)1 << 24))
+                budget += 4096;
+            CHECK(budget < ((size_t)1 << 24));
+            for (least = budget - 4096; least <= budget; least += 8) {
+                const tkv_status st = load_within(&cfg, least, &load, at, n);
+                CHECK_MSG(st == TKV_OK || st == TKV_ERR_BUDGET || st == TKV_ERR_CONFIG,
+                          "%d tokens, %d of %d bytes: status %d", tokens, (int)least, (int)budget, (int)st);
+                n_refused += st == TKV_ERR_BUDGET;
+            }
+            CHECK(n_refused > 0);
+        }
+    }
+}
+
 /* >>memory */
 TEST(each_allocation_of_a_load_fails_once) {
     tkv_config cfg = make_config(LAYERS, SEQS);
@@ -2486,6 +2528,7 @@ int main(int argc, char **argv) {
     RUN(saves_and_loads_are_refused_with_a_reason);
     RUN(missing_sections_are_named);
     RUN(many_files_stay_attached);
+    RUN(loads_near_their_budget);
     RUN(each_allocation_of_a_load_fails_once);
     RUN(states_are_saved);
     RUN(a_refused_load_makes_no_layer_stateful);
