@@ -32973,11 +32973,9 @@ static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const
 static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                           const uint32_t *ids) {
     const int last = list->n - 1;
-    const int capacity = last < 0 ? 0
-                         : last < list->sinks
-                             ? p->sink
-                             : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
-    return last < 0 ? 0 : tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
+    const int capacity =
+        last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
+    return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
 /* Number of tokens that the last block of a list can still take. */
@@ -38596,7 +38594,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_request request = tkvi_no_request();
     tkv_status st = TKV_OK;
     tkv_rows row;
-    int len, layer, reserved_len, n_turns = 0;
+    int len, layer, reserved_len;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -38617,10 +38615,11 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
         st = tkvi_check_request(kv, &request, budget);
-        do { /* the level may have changed, and that of another one can be larger */
-            if (!st) st = tkvi_reclaim(kv, &request, budget);
+        while (!st && tkvi_bytes_for(kv, &request) > budget) {
+            st = tkvi_reclaim(kv, &request, budget);
+            /* The level may have changed, and that of another one can be larger. */
             if (!st) tkvi_demand_reservation(kv, seq, reserved_len, &request);
-        } while (!st && tkvi_bytes_for(kv, &request) > budget && ++n_turns < TKV_MAX_LEVELS);
+        }
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* the first table may become due; later tables can wait */
@@ -48112,10 +48111,7 @@ static void tkvi_reserve_again(tkv_cache *kv) {
         kv->seq[seq].reserved_len = 0;
         tkvi_demand_reservation(kv, seq, len, &request);
         n_entries = tkvi_entries_for_demand(&kv->pool, &request.fixed);
-        if (tkvi_index_growth_bytes(kv, &request, n_entries, tkvi_n_row_entries) >
-                tkvi_heap_limit(kv) - kv->heap.held ||
-            !tkvi_grow_index(kv, &request, n_entries, tkvi_n_row_entries))
-            continue;
+        if (!tkvi_grow_index(kv, &request, n_entries, tkvi_n_row_entries)) continue;
         tkvi_reserve_slots(kv, seq, len);
         if (!tkvi_provide(&kv->pool, &none)) tkvi_reserve_slots(kv, seq, 0);
     }

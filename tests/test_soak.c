@@ -863,7 +863,7 @@ static void run_day(int prints) {
 TEST(a_day_of_a_chat_server) {
     const int prints = day.tokens > 0;
     if (!prints) {
-        day.tokens = tkv_test_quick() ? 8000 : 40000;
+        day.tokens = tkv_test_quick() ? 12000 : 40000;
         day.hours = 12;
         day.seqs = tkv_test_quick() ? 12 : 18;
         day.seed = 1;

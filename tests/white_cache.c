@@ -1332,6 +1332,34 @@ TEST(rotations_are_not_needed) {
     free(memory);
 }
 
+/* The pool gives nothing beyond its allowance of pages, nor entries that no index can number. */
+TEST(demands_beyond_the_allowance) {
+    enum { BYTES = 1 << 22 };
+    tkv_config cfg = make_config(1, 1);
+    uint8_t *memory = (uint8_t *)malloc(BYTES);
+    tkvi_demand demand = tkvi_no_demand();
+    tkv_cache *kv;
+    int n_pages;
+    if (!memory) exit(2);
+    cfg.limits.max_tokens = 512;
+    cfg.budget.bytes = BYTES;
+    REQUIRE(tkv_create_in_place(&cfg, memory, BYTES, &kv, NULL, 0) == TKV_OK);
+    n_pages = (int)kv->pool.n_pages;
+    CHECK(n_pages > 0);
+    CHECK_EQ(tkvi_provide(&kv->pool, &demand), 1);
+    kv->pool.max_pages = (int)tkvi_pages_for_demand(&kv->pool, &demand);
+    CHECK_EQ(tkvi_provide(&kv->pool, &demand), kv->pool.max_pages > 0);
+    demand.slots[0] = 1 << 20;
+    kv->pool.max_pages = n_pages;
+    CHECK_EQ(tkvi_provide(&kv->pool, &demand), 0);
+    demand = tkvi_no_demand();
+    demand.entries = (int64_t)1 << 31;
+    CHECK_EQ(tkvi_provide(&kv->pool, &demand), 0);
+    CHECK_EQ((int)kv->pool.n_pages, n_pages);
+    tkv_destroy(kv);
+    free(memory);
+}
+
 /* A loaded cache may hold keys of KVQUANT that were coded again in a tier without a table: they read as zeros. */
 TEST(keys_of_kvquant_without_a_table_are_zeros) {
     static float x[BLOCK * 64], y[BLOCK * 64];
@@ -1387,6 +1415,7 @@ int main(int argc, char **argv) {
     RUN(memory_comes_back);
     RUN(memory_comes_back_after_random_histories);
     RUN(shrinking_keeps_the_rest);
+    RUN(demands_beyond_the_allowance);
     RUN(keys_of_kvquant_without_a_table_are_zeros);
     return tkv_test_end();
 }

@@ -187,10 +187,7 @@ static void tkvi_reserve_again(tkv_cache *kv) {
         kv->seq[seq].reserved_len = 0;
         tkvi_demand_reservation(kv, seq, len, &request);
         n_entries = tkvi_entries_for_demand(&kv->pool, &request.fixed);
-        if (tkvi_index_growth_bytes(kv, &request, n_entries, tkvi_n_row_entries) >
-                tkvi_heap_limit(kv) - kv->heap.held ||
-            !tkvi_grow_index(kv, &request, n_entries, tkvi_n_row_entries))
-            continue;
+        if (!tkvi_grow_index(kv, &request, n_entries, tkvi_n_row_entries)) continue;
         tkvi_reserve_slots(kv, seq, len);
         if (!tkvi_provide(&kv->pool, &none)) tkvi_reserve_slots(kv, seq, 0);
     }

@@ -83,11 +83,9 @@ static int tkvi_must_copy_tail(const tkv_cache *kv, const tkvi_list *list, const
 static int tkvi_tail_room(const tkv_cache *kv, const tkvi_plan *p, const tkvi_list *list,
                           const uint32_t *ids) {
     const int last = list->n - 1;
-    const int capacity = last < 0 ? 0
-                         : last < list->sinks
-                             ? p->sink
-                             : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
-    return last < 0 ? 0 : tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
+    const int capacity =
+        last < list->sinks ? p->sink : kv->tables.layout[tkvi_block_of(kv, ids[last])->layout].tokens;
+    return tkvi_max(0, capacity - tkvi_block_tokens(kv, list, ids, last));
 }
 
 /* Number of tokens that the last block of a list can still take. */

@@ -951,7 +951,7 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     tkvi_request request = tkvi_no_request();
     tkv_status st = TKV_OK;
     tkv_rows row;
-    int len, layer, reserved_len, n_turns = 0;
+    int len, layer, reserved_len;
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (n < 1 || n > kv->tables.cfg.limits.max_append)
         return tkvi_fail(kv, TKV_ERR_ARG, "n is", n, "; it must be 1 to max_append");
@@ -972,10 +972,11 @@ TKV_API tkv_status tkv_seq_reserve(tkv_cache *kv, int seq, int n) {
     if (tkvi_has_budget(kv)) {
         const size_t budget = kv->tables.cfg.budget.bytes;
         st = tkvi_check_request(kv, &request, budget);
-        do { /* the level may have changed, and that of another one can be larger */
-            if (!st) st = tkvi_reclaim(kv, &request, budget);
+        while (!st && tkvi_bytes_for(kv, &request) > budget) {
+            st = tkvi_reclaim(kv, &request, budget);
+            /* The level may have changed, and that of another one can be larger. */
             if (!st) tkvi_demand_reservation(kv, seq, reserved_len, &request);
-        } while (!st && tkvi_bytes_for(kv, &request) > budget && ++n_turns < TKV_MAX_LEVELS);
+        }
     }
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st;
          layer++) /* the first table may become due; later tables can wait */
