@@ -46226,16 +46226,19 @@ static void tkvi_add_to_run(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *it
     w->repeat++;
 }
 
-/* 1 if the holders that two entries of a whole cache name follow each other. */
-static int tkvi_do_holders_follow(const uint8_t *last, const uint8_t *entry) {
-    return memcmp(entry + 48, last + 48, 8) == 0 && tkvi_load32(entry + 4) == tkvi_load32(last + 4) + 1 &&
+/* 1 if the holders that two entries of a whole cache name follow each other. An entry that names an earlier one of its
+ * own list makes a run of its own, as in the file of one sequence. */
+static int tkvi_do_holders_follow(const tkvi_saver *s, const uint8_t *last, const uint8_t *entry) {
+    const int is_own_list = tkvi_load32(entry + 48) == (uint32_t)s->seq;
+    return (!is_own_list || tkvi_load32(entry + 4) == tkvi_load32(entry)) &&
+           memcmp(entry + 48, last + 48, 8) == 0 && tkvi_load32(entry + 4) == tkvi_load32(last + 4) + 1 &&
            tkvi_load32(entry + 56) == tkvi_load32(last + 56) + 1 &&
            tkvi_load32(entry + 60) == tkvi_load32(last + 60);
 }
 
 static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
     const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
-    const int is_alike = (s->is_cache ? tkvi_do_holders_follow(w->last, entry)
+    const int is_alike = (s->is_cache ? tkvi_do_holders_follow(s, w->last, entry)
                                       : tkvi_load32(entry + 4) == tkvi_load32(entry) &&
                                             tkvi_load32(w->last + 4) == tkvi_load32(w->last)) &&
                          step >= 1 && step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;
@@ -47095,12 +47098,17 @@ static const char *tkvi_find_run_fault(tkvi_saved_list *list, int i, int *n_bloc
     const int n = tkvi_saved_int(at + 12), last = i + n - 1;
     const char *fault = tkvi_find_entry_fault(list, i, tkvi_saved_tier(list, i));
     tkvi_saved_holder first;
+    int k;
     if (fault) return fault;
     (void)tkvi_read_entry(list, i, &first);
     if (n > 1) {
-        if ((i < list->sinks) != (last < list->sinks) || at[28] || (first.seq == list->seq && first.i != i))
+        const int names_earlier = first.seq == list->seq && first.i != i;
+        if ((i < list->sinks) != (last < list->sinks) || at[28] || (names_earlier && !list->is_cache))
             return "entries that repeat are not alike, layer";
-        fault = tkvi_find_entry_fault(list, last, tkvi_saved_tier(list, last));
+        /* Former versions of the library wrote runs that name earlier entries of their list: each one is checked. */
+        for (k = i; names_earlier && !fault && ++k < last;)
+            fault = tkvi_find_entry_fault(list, k, tkvi_saved_tier(list, k));
+        if (!fault) fault = tkvi_find_entry_fault(list, last, tkvi_saved_tier(list, last));
     }
     *n_blocks += tkvi_is_own_block(list, i, &first) ? n : 0;
     return fault;

@@ -39,6 +39,71 @@ static inline uint64_t call_number(tkv_cache *kv, int number) {
     return hash * 31 + (uint64_t)(uint32_t)st;
 }
 
+/* Names sinks, pins or evicts tokens of a sequence, by number. */
+static inline tkv_status mark_number(tkv_cache *kv, tkv_rng *rng, int seq, int len) {
+    const int first = tkv_rng_below(rng, len), n = 1 + tkv_rng_below(rng, 20), what = tkv_rng_below(rng, 4);
+    uint64_t victims[4096 / 64] = {0};
+    tkv_evict_params evict;
+    int i;
+    if (what == 0) return tkv_seq_set_sinks(kv, seq, first, 1 + n % 3, 1);
+    if (what == 1) return tkv_seq_pin(kv, seq, first, n, n % 2 ? TKV_UNLIMITED : len + 30);
+    memset(&evict, 0, sizeof evict);
+    evict.seq = seq;
+    evict.layer = TKV_ALL_LAYERS;
+    evict.victims = victims;
+    evict.n_victims = len < 4096 ? len : 4096;
+    for (i = first; i < evict.n_victims && i < first + 6 * n; i++)
+        if (tkv_rng_below(rng, 4)) victims[i / 64] |= (uint64_t)1 << i % 64;
+    return tkv_evict(kv, &evict);
+}
+
+/* One random call of those that move, share, cut or mark tokens, or an append. The same number makes the same call, as
+ * long as the caches are alike. Returns its status; *seq: a sequence that it changed. */
+static inline tkv_status move_number(tkv_cache *kv, int number, int *seq) {
+    tkv_rng rng = tkv_rng_seed(77000 + (uint64_t)number);
+    const int a = tkv_rng_below(&rng, SEQS), b = (a + 1 + tkv_rng_below(&rng, SEQS - 1)) % SEQS,
+              what = tkv_rng_below(&rng, 24), len = tkv_get_length(kv, a, TKV_ALL_LAYERS),
+              there = tkv_get_length(kv, b, TKV_ALL_LAYERS);
+    int sources[SEQS], indices[8], at = 0, first, n, i;
+    tkv_status st;
+    *seq = what >= 11 && what < 15 ? b : a;
+    if (what < 9 || len < 2) {
+        n = 1 + tkv_rng_below(&rng, what < 3 ? 90 : 20);
+        return append_to_all_layers(kv, a, a + 1, len > 700 ? 1 : n, 1 + tkv_rng_below(&rng, 64));
+    }
+    first = tkv_rng_below(&rng, len);
+    n = 1 + tkv_rng_below(&rng, 1 + tkv_rng_below(&rng, len - first));
+    if (what < 11) return tkv_seq_remove(kv, a, first, what == 9 ? first + n : TKV_UNLIMITED);
+    if (what < 13) {
+        st = there ? tkv_seq_reset(kv, b) : TKV_OK;
+        return st ? st : tkv_seq_fork(kv, a, b, what == 11 ? TKV_UNLIMITED : 1 + first);
+    }
+    if (what < 15) { /* the tokens behind those of b, at their own positions, or where they follow */
+        if (len + there > 1000) return tkv_seq_reset(kv, b);
+        if (number % 3 == 0) first = 0; /* whole blocks */
+        if (what == 13 || last_config.model.rope.dim == 0) at = first;
+        else if (there && tkv_get_positions(kv, b, 0, there - 1, 1, &at) == TKV_OK) at = at < 0 ? 0 : at + 1;
+        return tkv_seq_copy(kv, a, first, tkv_rng_below(&rng, 2) ? TKV_UNLIMITED : first + n, b, at);
+    }
+    if (what == 15) {
+        const int from = tkv_rng_below(&rng, SEQS - 1);
+        for (i = 0; i < SEQS - from; i++) sources[i] = tkv_rng_below(&rng, SEQS - from);
+        return tkv_seq_reorder(kv, from, sources, SEQS - from);
+    }
+    if (what == 16) { /* the last tokens, most of them */
+        first = len - 1 - tkv_rng_below(&rng, len < 24 ? len : 24);
+        for (i = first, n = 0; i < len && n < 8; i++)
+            if (tkv_rng_below(&rng, 3)) indices[n++] = i;
+        return tkv_seq_keep(kv, a, first, indices, n);
+    }
+    if (what == 17) return tkv_seq_slide(kv, a, 1 + tkv_rng_below(&rng, 64), &at);
+    if (what == 18) return tkv_seq_shift(kv, a, first, TKV_UNLIMITED, 1 + tkv_rng_below(&rng, 9));
+    if (what == 19) return tkv_seq_truncate(kv, a, len - tkv_rng_below(&rng, len < 90 ? len : 90));
+    if (what == 20) return tkv_seq_flush(kv, a, number % 2 ? TKV_FLUSH_DUE : TKV_FLUSH_ALL);
+    if (what == 21) return tkv_maintain(kv, 1 + tkv_rng_below(&rng, 8), NULL, NULL, &at);
+    return mark_number(kv, &rng, a, len);
+}
+
 static inline void run_script(tkv_cache *kv, int first, int n) {
     for (int i = first; i < first + n; i++) (void)call_number(kv, i);
 }

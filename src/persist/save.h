@@ -420,16 +420,19 @@ static void tkvi_add_to_run(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *it
     w->repeat++;
 }
 
-/* 1 if the holders that two entries of a whole cache name follow each other. */
-static int tkvi_do_holders_follow(const uint8_t *last, const uint8_t *entry) {
-    return memcmp(entry + 48, last + 48, 8) == 0 && tkvi_load32(entry + 4) == tkvi_load32(last + 4) + 1 &&
+/* 1 if the holders that two entries of a whole cache name follow each other. An entry that names an earlier one of its
+ * own list makes a run of its own, as in the file of one sequence. */
+static int tkvi_do_holders_follow(const tkvi_saver *s, const uint8_t *last, const uint8_t *entry) {
+    const int is_own_list = tkvi_load32(entry + 48) == (uint32_t)s->seq;
+    return (!is_own_list || tkvi_load32(entry + 4) == tkvi_load32(entry)) &&
+           memcmp(entry + 48, last + 48, 8) == 0 && tkvi_load32(entry + 4) == tkvi_load32(last + 4) + 1 &&
            tkvi_load32(entry + 56) == tkvi_load32(last + 56) + 1 &&
            tkvi_load32(entry + 60) == tkvi_load32(last + 60);
 }
 
 static void tkvi_add_saved_entry(tkvi_saver *s, tkvi_run_writer *w, const uint8_t *entry) {
     const int64_t step = (int64_t)tkvi_saved_int(entry + 8) - tkvi_saved_int(w->last + 8);
-    const int is_alike = (s->is_cache ? tkvi_do_holders_follow(w->last, entry)
+    const int is_alike = (s->is_cache ? tkvi_do_holders_follow(s, w->last, entry)
                                       : tkvi_load32(entry + 4) == tkvi_load32(entry) &&
                                             tkvi_load32(w->last + 4) == tkvi_load32(w->last)) &&
                          step >= 1 && step <= TKVI_BLOCK && memcmp(entry + 16, w->last + 16, 32) == 0;

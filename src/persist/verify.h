@@ -208,12 +208,17 @@ static const char *tkvi_find_run_fault(tkvi_saved_list *list, int i, int *n_bloc
     const int n = tkvi_saved_int(at + 12), last = i + n - 1;
     const char *fault = tkvi_find_entry_fault(list, i, tkvi_saved_tier(list, i));
     tkvi_saved_holder first;
+    int k;
     if (fault) return fault;
     (void)tkvi_read_entry(list, i, &first);
     if (n > 1) {
-        if ((i < list->sinks) != (last < list->sinks) || at[28] || (first.seq == list->seq && first.i != i))
+        const int names_earlier = first.seq == list->seq && first.i != i;
+        if ((i < list->sinks) != (last < list->sinks) || at[28] || (names_earlier && !list->is_cache))
             return "entries that repeat are not alike, layer";
-        fault = tkvi_find_entry_fault(list, last, tkvi_saved_tier(list, last));
+        /* Former versions of the library wrote runs that name earlier entries of their list: each one is checked. */
+        for (k = i; names_earlier && !fault && ++k < last;)
+            fault = tkvi_find_entry_fault(list, k, tkvi_saved_tier(list, k));
+        if (!fault) fault = tkvi_find_entry_fault(list, last, tkvi_saved_tier(list, last));
     }
     *n_blocks += tkvi_is_own_block(list, i, &first) ? n : 0;
     return fault;

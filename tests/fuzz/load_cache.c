@@ -18,7 +18,7 @@
 #include "../whole_caches.h"
 #include "saved_changes.h"
 
-enum { MOST = 1 << 20, SCRIPTS = 2 }; /* bytes of a file; files of a config */
+enum { MOST = 1 << 20, SCRIPTS = 3 }; /* bytes of a file; files of a config */
 
 static struct {
     uint8_t bytes[MOST];
@@ -48,9 +48,11 @@ static void make_files(void) {
     for (i = 0; i < CONFIGS && !files[i][0].n; i++)
         for (k = 0; k < SCRIPTS; k++) {
             tkv_cache *kv = create_for(i);
-            run_script(kv, 40 * k, 6 + 10 * k);
-            if (k) CHECK_EQ(tkv_seq_put_state(kv, 1, 0, 1, "a state", 7), TKV_OK);
-            if (k) CHECK_EQ(tkv_seq_fork(kv, 1, 4, TKV_UNLIMITED), TKV_OK);
+            int call, seq;
+            run_script(kv, 40 * k, k < 2 ? 6 + 10 * k : 4);
+            for (call = 0; k == 2 && call < 40; call++) (void)move_number(kv, 100 * i + call, &seq);
+            if (k == 1) CHECK_EQ(tkv_seq_put_state(kv, 1, 0, 1, "a state", 7), TKV_OK);
+            if (k == 1) CHECK_EQ(tkv_seq_fork(kv, 1, 4, TKV_UNLIMITED), TKV_OK);
             CHECK_EQ(save_to(kv, files[i][k].bytes, &files[i][k].n), TKV_OK);
             tkv_destroy(kv);
         }
@@ -68,10 +70,12 @@ static void go_on(tkv_cache *kv, int number, int is_attached) {
     size_t n = 0;
     tkv_cache *twin;
     tkv_status st;
-    int i;
+    int i, seq;
     n_loaded++;
     if (next_byte() % 4) return;
-    for (i = next_byte() % 6; i > 0; i--) (void)call_number(kv, next_byte());
+    for (i = next_byte() % 6; i > 0; i--)
+        if (next_byte() % 2) (void)call_number(kv, next_byte());
+        else (void)move_number(kv, next_byte(), &seq);
     check_whole(kv, "after calls");
     st = save_to(kv, again, &n);
     CHECK(st == TKV_OK || n > MOST || (is_attached && st == TKV_ERR_DATA));
