@@ -68,7 +68,6 @@ static void check_same_future(tkv_cache *a, tkv_cache *b, const char *what, int 
 
 /* A loaded block may lie in a tier that tokens do not reach here. It is coded again without what that tier learns. */
 TEST(loaded_blocks_in_a_tier_that_is_not_reached) {
-    static unsigned char file[8 << 20], scratch[2 << 20];
     tkv_config cfg = make_config(LAYERS, SEQS), open_cfg;
     tkv_save_params save = save_params(0);
     tkv_load_params load = load_params(0);
@@ -101,7 +100,6 @@ TEST(loaded_blocks_in_a_tier_that_is_not_reached) {
 
 /* A block of KVQUANT whose file says that it was coded without a table. */
 TEST(blocks_that_lost_their_table_are_refused) {
-    static unsigned char file[8 << 20], scratch[2 << 20];
     int whole;
     for (whole = 0; whole < 2; whole++) {
         const tkv_config cfg = config_number(3);
