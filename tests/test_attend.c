@@ -1270,8 +1270,7 @@ static void check_cells_of_batches(fixture *f, cache_kind kind) {
     p.n_batch = ENTRIES;
     q = make_queries(f, &p, N, TKV_TYPE_F32, PACKED, 1.0);
     for (e = 0; e < ENTRIES; e++)
-        if (tkv_get_length(f->kv, rows[e].seq, 0) > longest)
-            longest = tkv_get_length(f->kv, rows[e].seq, 0);
+        if (tkv_get_length(f->kv, rows[e].seq, 0) > longest) longest = tkv_get_length(f->kv, rows[e].seq, 0);
     mask = allocate_floats(N * longest);
     moved = allocate_floats(N * longest);
     cells = (int *)allocate_zeros((size_t)(ENTRIES * (longest + 3)), sizeof *cells);
@@ -1296,7 +1295,8 @@ static void check_cells_of_batches(fixture *f, cache_kind kind) {
         p.mask_cells_stride = given ? stride : 0;
         memset(out, 0, (size_t)size * sizeof *out);
         CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
-        CHECK_MSG(memcmp(out, want, (size_t)size * sizeof *out) == 0, "%s, stride %d", kind_name[kind], stride);
+        CHECK_MSG(memcmp(out, want, (size_t)size * sizeof *out) == 0, "%s, stride %d", kind_name[kind],
+                  stride);
         memset(out, 0, (size_t)size * sizeof *out);
         CHECK_EQ(tkv_attend_reference(f->kv, &p), TKV_OK);
         for (i = 0; i < size; i++) CHECK_NEAR(out[i], want[i], 0.2);

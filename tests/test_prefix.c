@@ -293,11 +293,11 @@ TEST(extras_do_not_run_together) {
     static const struct {
         int at[2];
         const char *bytes[2];
-    } lists[] = {{{5, -1}, {"cat", NULL}},  {{6, -1}, {"cat", NULL}},  {{5, -1}, {"cats", NULL}},
-                 {{5, -1}, {"", NULL}},     {{5, 5}, {"ca", "t"}},     {{5, 5}, {"c", "at"}},
-                 {{5, 6}, {"cat", "dog"}},  {{5, 6}, {"catd", "og"}},  {{6, 5}, {"dog", "cat"}},
-                 {{5, 6}, {"", "catdog"}},  {{5, 6}, {"catdog", ""}},  {{5, -1}, {"catdog", NULL}},
-                 {{5, 300}, {"cat", ""}},   {{-1, -1}, {NULL, NULL}}};
+    } lists[] = {{{5, -1}, {"cat", NULL}}, {{6, -1}, {"cat", NULL}}, {{5, -1}, {"cats", NULL}},
+                 {{5, -1}, {"", NULL}},    {{5, 5}, {"ca", "t"}},    {{5, 5}, {"c", "at"}},
+                 {{5, 6}, {"cat", "dog"}}, {{5, 6}, {"catd", "og"}}, {{6, 5}, {"dog", "cat"}},
+                 {{5, 6}, {"", "catdog"}}, {{5, 6}, {"catdog", ""}}, {{5, -1}, {"catdog", NULL}},
+                 {{5, 300}, {"cat", ""}},  {{-1, -1}, {NULL, NULL}}};
     static const unsigned char number[] = {4, 0, 0, 0, 0, 0, 0, 0}; /* the length of an index, in a hash */
     const tkv_config cfg = config_of(0);
     tkv_prefix_params p = params_of(0, TEXT);

@@ -709,7 +709,8 @@ TEST(bytes_of_another_run) {
         cfg.tiers.warm_tokens = run == WARM ? 4000 : 1;
         attach_test_store(&store[run], &cfg);
         kv[run] = create_cache(&cfg);
-        if (run == NUMBER) CHECK_EQ(tkv_append(kv[run], 1, 0, x, x, BLOCK), TKV_OK); /* it takes the first ones */
+        if (run == NUMBER)
+            CHECK_EQ(tkv_append(kv[run], 1, 0, x, x, BLOCK), TKV_OK); /* it takes the first ones */
         for (n = 0; n < 6; n++)
             for (l = 0; l < LAYERS; l++) {
                 int positions[CHUNK], t;
@@ -739,8 +740,8 @@ TEST(bytes_of_another_run) {
         if (!saved) exit(2);
         memcpy(saved, bytes, store[SAME].key_bytes);
         memcpy(bytes, store[run].key[key[run]].bytes, store[SAME].key_bytes);
-        CHECK_MSG(tkv_read(kv[SAME], 0, 0, 0, 2 * CHUNK, k_a, NULL) == (run == SAME ? TKV_OK : TKV_ERR_DATA), "%s",
-                  name[run]);
+        CHECK_MSG(tkv_read(kv[SAME], 0, 0, 0, 2 * CHUNK, k_a, NULL) == (run == SAME ? TKV_OK : TKV_ERR_DATA),
+                  "%s", name[run]);
         CHECK_MSG(tkv_attend(kv[SAME], 0, 0, q_in, 1, out_a) == (run == SAME ? TKV_OK : TKV_ERR_DATA), "%s",
                   name[run]);
         if (run == SAME) CHECK_MEM(k_a, y, sizeof y);
