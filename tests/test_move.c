@@ -871,6 +871,46 @@ TEST(moves_are_refused_with_a_reason) {
     tkv_destroy(kv);
 }
 
+/* A window of 64 has let tokens expire. A move is refused where the next token would see them, to the position: at the
+ * first token that is left, at the last one, and at the distance of the window. */
+TEST(moves_near_expired_tokens) {
+    enum { WINDOW = 64, LEN = 700 };
+    int i;
+    for (i = 0; i < 10; i++) {
+        tkv_config cfg = make_move_config(1);
+        tkv_layer_info info;
+        tkv_cache *kv;
+        int expired, most, first, end = TKV_UNLIMITED, by, is_refused = 0, n_moved, position = -1;
+        cfg.model.window = WINDOW;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, LEN, 70), TKV_OK);
+        CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+        expired = first = info.expired; /* the first token that is left */
+        most = LEN - expired - WINDOW;  /* the next token may come nearer to the expired ones by so much */
+        by = -most - 1;
+        switch (i) {
+        case 0: break; /* all that is left moves alike */
+        case 1: first++, is_refused = 1; break;
+        case 2: first++, by = -most; break;
+        case 3: first++, end = LEN, is_refused = 1; break; /* up to the last token */
+        case 4: first++, end = LEN, by = -most; break;
+        case 5: first++, end = LEN - 1; break;               /* the last token stays */
+        case 6: first = LEN; break;                          /* behind the last token: none moves */
+        case 7: first = 10, end = expired, by = 5000; break; /* only expired tokens, so none moves */
+        case 8: first = LEN - 1, is_refused = 1; break;      /* the last token alone */
+        default: first = LEN - 1, by = -most; break;
+        }
+        CHECK(most > 0);
+        CHECK_MSG(tkv_seq_shift(kv, 0, first, end, by) == (is_refused ? TKV_ERR_RANGE : TKV_OK), "case %d",
+                  i);
+        n_moved = !is_refused && first < LEN && i != 5 && i != 7;
+        CHECK_EQ(tkv_get_positions(kv, 0, 0, LEN - 1, 1, &position), TKV_OK);
+        CHECK_EQ(position, LEN - 1 + n_moved * by);
+        check_cache_at(kv, "case", i);
+        tkv_destroy(kv);
+    }
+}
+
 /* Removed tokens at the borders of a range get no position, so they refuse none. */
 TEST(removed_tokens_refuse_no_move) {
     static plain_sequence s, copied;
@@ -2923,6 +2963,7 @@ int main(int argc, char **argv) {
     RUN(cuts_before_the_first_moved_token);
     RUN(evicted_tokens_of_discarded_blocks_move);
     RUN(moves_are_refused_with_a_reason);
+    RUN(moves_near_expired_tokens);
     RUN(removed_tokens_refuse_no_move);
     RUN(a_cut_before_the_first_token_goes_on_at_0);
     RUN(positions_end_before_2_to_the_30);
