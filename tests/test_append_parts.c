@@ -219,6 +219,39 @@ TEST(forks_and_steps) {
     destroy_twin(&t);
 }
 
+/* A fork has kept blocks exact that are warm in the other list, and is gone. They are coded for the warm tier and then for
+ * the archive, in one append. Parts have encoded them for the archive at once: other bytes, which are not used. */
+TEST(late_blocks) {
+    tkv_config cfg = make_config();
+    twin t;
+    int round;
+    cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+    cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+    cfg.tiers.warm_tokens = 512;
+    t = make_twin(&cfg);
+    for (round = 0; round < 4; round++) {
+        const uint64_t demoted = budget_of(t.whole).demoted;
+        size_t bytes;
+        if (round == 1) { /* only now: the first append is shared */
+            CHECK_EQ(tkv_seq_fork(t.whole, 0, 1, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(tkv_seq_fork(t.by_parts, 0, 1, TKV_UNLIMITED), TKV_OK);
+        }
+        if (round == 2) {
+            CHECK_EQ(tkv_seq_reset(t.whole, 1), TKV_OK);
+            CHECK_EQ(tkv_seq_reset(t.by_parts, 1), TKV_OK);
+        }
+        fill_tokens(CHUNK);
+        bytes = append_both(&t, make_params(0, CHUNK), 3, "late blocks");
+        if (round == 1) CHECK_EQ(budget_of(t.whole).demoted, demoted); /* the fork has them hot */
+        if (round == 2) {
+            CHECK(budget_of(t.whole).demoted > demoted + 6); /* some twice */
+            CHECK(bytes > 128);
+        }
+        check_same(&t, "late blocks");
+    }
+    destroy_twin(&t);
+}
+
 /* The last part copies what the others have encoded: other bytes there become other values. */
 TEST(prepared_bytes_are_used) {
     tkv_config cfg = make_config();
@@ -355,6 +388,7 @@ int main(int argc, char **argv) {
     rng = tkv_rng_seed(29);
     RUN(caches_end_with_the_bits_of_one_call);
     RUN(forks_and_steps);
+    RUN(late_blocks);
     RUN(prepared_bytes_are_used);
     RUN(errors_are_those_of_the_append);
     RUN(parts_run_at_the_same_time);

@@ -1256,6 +1256,69 @@ static void check_mask_types(fixture *f, cache_kind kind) {
 }
 TEST(masks_of_other_types_and_cells) { for_each_kind(check_mask_types); }
 
+/* Each entry of a batch has its own cells. Columns in any order give the bits of columns in order. */
+static void check_cells_of_batches(fixture *f, cache_kind kind) {
+    enum { N = 9, ENTRIES = 4 };
+    static const tkv_rows rows[ENTRIES] = {{2, 3}, {3, 0}, {1, 4}, {0, 2}}; /* sequence 3 is empty */
+    const int size = N * f->cfg.model.n_heads * f->cfg.model.v_head_dim;
+    int *cells, longest = 0, given, e, i, j, row = 0;
+    float *mask, *moved, *want = allocate_floats(size), *out = allocate_floats(size);
+    tkv_attend_params p;
+    void *q;
+    memset(&p, 0, sizeof p);
+    p.batch = rows;
+    p.n_batch = ENTRIES;
+    q = make_queries(f, &p, N, TKV_TYPE_F32, PACKED, 1.0);
+    for (e = 0; e < ENTRIES; e++)
+        if (tkv_get_length(f->kv, rows[e].seq, 0) > longest) longest = tkv_get_length(f->kv, rows[e].seq, 0);
+    mask = allocate_floats(N * longest);
+    moved = allocate_floats(N * longest);
+    cells = (int *)allocate_zeros((size_t)(ENTRIES * (longest + 3)), sizeof *cells);
+    for (i = 0; i < N * longest; i++)
+        mask[i] = tkv_rng_below(&f->rng, 4) ? (float)tkv_rng_gauss(&f->rng) : -2e30f;
+    p.mask = mask;
+    p.out = want;
+    CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
+    p.out = out;
+    for (given = 0; given < 2; given++) { /* the stride of cells: 0, and more than the longest sequence has */
+        const int stride = given ? longest + 3 : longest;
+        for (e = row = 0; e < ENTRIES; row += rows[e++].n) {
+            fill_random_order(&f->rng, cells + e * stride, longest);
+            for (i = row; i < row + rows[e].n; i++)
+                for (j = 0; j < longest; j++)
+                    moved[i * longest + cells[e * stride + j]] = mask[i * longest + j];
+            for (j = tkv_get_length(f->kv, rows[e].seq, 0); j < stride; j++)
+                cells[e * stride + j] = -7; /* of no key */
+        }
+        p.mask = moved;
+        p.mask_cells = cells;
+        p.mask_cells_stride = given ? stride : 0;
+        memset(out, 0, (size_t)size * sizeof *out);
+        CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_OK);
+        CHECK_MSG(memcmp(out, want, (size_t)size * sizeof *out) == 0, "%s, stride %d", kind_name[kind],
+                  stride);
+        memset(out, 0, (size_t)size * sizeof *out);
+        CHECK_EQ(tkv_attend_reference(f->kv, &p), TKV_OK);
+        for (i = 0; i < size; i++) CHECK_NEAR(out[i], want[i], 0.2);
+        for (e = 0; e < ENTRIES; e++) {
+            const int len = tkv_get_length(f->kv, rows[e].seq, 0);
+            int *last = cells + e * stride + len - 1, old;
+            if (!len) continue;
+            old = *last;
+            *last = longest; /* no column: its number is the stride of the mask */
+            CHECK_EQ(tkv_attend_ex(f->kv, &p), TKV_ERR_ARG);
+            *last = old;
+        }
+    }
+    free(q);
+    free(mask);
+    free(moved);
+    free(cells);
+    free(want);
+    free(out);
+}
+TEST(each_entry_of_a_batch_has_its_own_cells) { for_each_kind(check_cells_of_batches); }
+
 /* Draft trees: token i of the tree sees itself and its ancestors. */
 static void check_trees(fixture *f, cache_kind kind) {
     static const int widths[] = {1, 7, 63, 64, 65, 130, 299, 340};
@@ -2455,6 +2518,7 @@ int main(int argc, char **argv) {
     RUN(scale_softcap_alibi_sinks);
     RUN(masks);
     RUN(masks_of_other_types_and_cells);
+    RUN(each_entry_of_a_batch_has_its_own_cells);
     RUN(trees);
     RUN(windows_and_non_causal);
     RUN(batches);

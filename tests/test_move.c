@@ -871,6 +871,46 @@ TEST(moves_are_refused_with_a_reason) {
     tkv_destroy(kv);
 }
 
+/* A window of 64 has let tokens expire. A move is refused where the next token would see them, to the position: at the
+ * first token that is left, at the last one, and at the distance of the window. */
+TEST(moves_near_expired_tokens) {
+    enum { WINDOW = 64, LEN = 700 };
+    int i;
+    for (i = 0; i < 10; i++) {
+        tkv_config cfg = make_move_config(1);
+        tkv_layer_info info;
+        tkv_cache *kv;
+        int expired, most, first, end = TKV_UNLIMITED, by, is_refused = 0, n_moved, position = -1;
+        cfg.model.window = WINDOW;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, LEN, 70), TKV_OK);
+        CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+        expired = first = info.expired; /* the first token that is left */
+        most = LEN - expired - WINDOW;  /* the next token may come nearer to the expired ones by so much */
+        by = -most - 1;
+        switch (i) {
+        case 0: break; /* all that is left moves alike */
+        case 1: first++, is_refused = 1; break;
+        case 2: first++, by = -most; break;
+        case 3: first++, end = LEN, is_refused = 1; break; /* up to the last token */
+        case 4: first++, end = LEN, by = -most; break;
+        case 5: first++, end = LEN - 1; break;               /* the last token stays */
+        case 6: first = LEN; break;                          /* behind the last token: none moves */
+        case 7: first = 10, end = expired, by = 5000; break; /* only expired tokens, so none moves */
+        case 8: first = LEN - 1, is_refused = 1; break;      /* the last token alone */
+        default: first = LEN - 1, by = -most; break;
+        }
+        CHECK(most > 0);
+        CHECK_MSG(tkv_seq_shift(kv, 0, first, end, by) == (is_refused ? TKV_ERR_RANGE : TKV_OK), "case %d",
+                  i);
+        n_moved = !is_refused && first < LEN && i != 5 && i != 7;
+        CHECK_EQ(tkv_get_positions(kv, 0, 0, LEN - 1, 1, &position), TKV_OK);
+        CHECK_EQ(position, LEN - 1 + n_moved * by);
+        check_cache_at(kv, "case", i);
+        tkv_destroy(kv);
+    }
+}
+
 /* Removed tokens at the borders of a range get no position, so they refuse none. */
 TEST(removed_tokens_refuse_no_move) {
     static plain_sequence s, copied;
@@ -1674,6 +1714,59 @@ TEST(copies_are_refused_with_a_reason) {
     CHECK_EQ(tkv_seq_copy(kv, 0, 0, 50, 1, 0), TKV_ERR_RANGE);
     CHECK_STR(tkv_get_last_error(kv), "tokens of the range have expired: layer 0");
     tkv_destroy(kv);
+}
+
+/* A full budget makes room for the entries of a copy, but evicts no token that the copy reads. It recodes, offloads,
+ * or refuses the call, and then nothing is gone. */
+TEST(a_copy_evicts_no_token_that_it_reads) {
+    enum { ALONE, OTHERS, OFFLOADED, CASES };
+    int budget, n, i, n_copied[CASES] = {0}, n_offloading[CASES] = {0}, n_refused[CASES] = {0};
+    for (i = 0; i < CASES; i++)
+        for (budget = 100000; budget < 200000; budget += 10000 * tkv_test_stride(3, 2))
+            for (n = 420; n < 800; n += 60) {
+                tkv_config cfg = make_config(2, 3);
+                tkv_memory_info memory;
+                tkv_budget_info before, after;
+                test_store store;
+                snapshot was, is;
+                tkv_status st;
+                tkv_cache *kv = NULL;
+                cfg.evict.policy = TKV_EVICT_SLIDING;
+                cfg.budget.bytes = (size_t)budget;
+                memset(&store, 0, sizeof store);
+                if (i == OFFLOADED) attach_test_store(&store, &cfg);
+                kv = create_cache(&cfg);
+                if (i == OTHERS) (void)append_to_all_layers(kv, 1, 1, 600, 60);
+                (void)append_to_all_layers(kv, 0, 0, n, 60);
+                CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+                (void)tkv_set_budget(kv, memory.total);
+                CHECK_EQ(tkv_get_budget(kv, &before), TKV_OK);
+                was = snapshot_of_tokens(kv);
+                st = tkv_seq_copy(kv, 0, 0, TKV_UNLIMITED, 2, 0);
+                CHECK_EQ(tkv_get_budget(kv, &after), TKV_OK);
+                CHECK_MSG(st == TKV_OK || st == TKV_ERR_BUDGET, "budget %d: %d, %s", budget, (int)st,
+                          tkv_get_last_error(kv));
+                is = snapshot_of_tokens(kv);
+                if (st) {
+                    CHECK_MSG(is_same_snapshot(&was, &is), "budget %d: a refused copy changed tokens",
+                              budget);
+                } else { /* the first tokens of the snapshot are those of sequence 0 */
+                    CHECK_MEM(is.bytes, was.bytes,
+                              (size_t)(tkv_get_length(kv, 0, 0) + tkv_get_length(kv, 0, 1)) * sizeof st);
+                    CHECK_EQ(tkv_get_length(kv, 2, 0), tkv_get_length(kv, 0, 0));
+                }
+                n_copied[i] += !st;
+                n_refused[i] += st != TKV_OK;
+                n_offloading[i] += !st && after.offloaded > before.offloaded;
+                free_snapshot(&is);
+                free_snapshot(&was);
+                check_cache_at(kv, "budget", budget);
+                tkv_destroy(kv);
+                if (i == OFFLOADED) destroy_test_store(&store);
+            }
+    for (i = 0; i < CASES; i++)
+        CHECK_MSG(n_copied[i] > 2 && n_refused[i] > 2 && (n_offloading[i] > 2) == (i == OFFLOADED),
+                  "%d copies, %d offloaded, %d refused", n_copied[i], n_offloading[i], n_refused[i]);
 }
 
 /* Anchors can be removed, but not moved. */
@@ -2870,6 +2963,7 @@ int main(int argc, char **argv) {
     RUN(cuts_before_the_first_moved_token);
     RUN(evicted_tokens_of_discarded_blocks_move);
     RUN(moves_are_refused_with_a_reason);
+    RUN(moves_near_expired_tokens);
     RUN(removed_tokens_refuse_no_move);
     RUN(a_cut_before_the_first_token_goes_on_at_0);
     RUN(positions_end_before_2_to_the_30);
@@ -2889,6 +2983,7 @@ int main(int argc, char **argv) {
     RUN(copies_of_coded_tokens_keep_their_bytes);
     RUN(a_token_can_be_in_several_sequences);
     RUN(copies_are_refused_with_a_reason);
+    RUN(a_copy_evicts_no_token_that_it_reads);
     RUN(anchors_are_removed_and_do_not_move);
     RUN(empty_sequences_are_cut_and_moved);
     RUN(a_sequence_slides_without_end);

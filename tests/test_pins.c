@@ -127,6 +127,42 @@ TEST(an_ended_pin_does_not_come_back) {
     tkv_destroy(kv);
 }
 
+/* A pin is of a token, not of its slot. Tokens that come into the slots of pinned ones, after a cut or because a path is
+ * kept, are not pinned. A pinned token that is kept stays pinned in its new slot. */
+TEST(slots_of_pinned_tokens_are_not_pinned) {
+    enum { CUT, REMOVED, KEPT, WAYS };
+    int way, until, i, l;
+    for (way = 0; way < WAYS; way++)
+        for (until = TKV_UNLIMITED; until <= 5000; until += 5000 - TKV_UNLIMITED) {
+            tkv_config cfg = make_config(4000);
+            tkv_cache *kv;
+            tkv_evict_params p;
+            int kept[20];
+            cfg.model.rope.dim = DIM;
+            kv = create_cache(&cfg);
+            append_tokens(kv, 100);
+            CHECK_EQ(tkv_seq_pin(kv, 0, 60, 30, until), TKV_OK);
+            for (i = 0; i < COUNT(kept); i++) kept[i] = 80 + i; /* 10 of them are pinned */
+            if (way == CUT) CHECK_EQ(tkv_seq_truncate(kv, 0, 50), TKV_OK);
+            if (way == REMOVED) CHECK_EQ(tkv_seq_remove(kv, 0, 50, TKV_UNLIMITED), TKV_OK);
+            if (way == KEPT) CHECK_EQ(tkv_seq_keep(kv, 0, 50, kept, COUNT(kept)), TKV_OK);
+            CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), way == KEPT ? 70 : 50);
+            append_tokens(kv, 5); /* some into the same block, then whole blocks */
+            for (i = 0; i < 3; i++) append_tokens(kv, CHUNK);
+            memset(&p, 0, sizeof p);
+            p.layer = TKV_ALL_LAYERS;
+            p.keep = 50;
+            CHECK_EQ(tkv_evict(kv, &p), TKV_OK);
+            for (l = 0; l < LAYERS; l++) {
+                CHECK_EQ(n_live(kv, l, 4, 50) + n_live(kv, l, 60, 200), 0);
+                if (way != KEPT) CHECK_EQ(n_live(kv, l, 50, 60), 0);
+                else if (until == TKV_UNLIMITED) CHECK_EQ(n_live(kv, l, 50, 60), 10);
+            }
+            check_cache(kv);
+            tkv_destroy(kv);
+        }
+}
+
 /* Eviction leaves holes, and blocks are merged. Tokens keep their pins. Pins that have ended do not come back. */
 TEST(merged_blocks_keep_pins) {
     tkv_config cfg = make_config(4000);
@@ -223,6 +259,7 @@ int main(int argc, char **argv) {
     RUN(a_block_keeps_its_longest_pin);
     RUN(unlimited_pins_and_unpinning);
     RUN(an_ended_pin_does_not_come_back);
+    RUN(slots_of_pinned_tokens_are_not_pinned);
     RUN(merged_blocks_keep_pins);
     RUN(pinned_tokens_fill_blocks_when_memory_ends);
     RUN(wrong_arguments);

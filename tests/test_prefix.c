@@ -287,6 +287,61 @@ TEST(hashes_name_all_that_decides_bytes) {
     }
 }
 
+/* Extras do not run together: none has the bytes of two, of another index, or of another length. */
+TEST(extras_do_not_run_together) {
+    /* Each row is a list of extras. `at` is the index, behind the sinks. */
+    static const struct {
+        int at[2];
+        const char *bytes[2];
+    } lists[] = {{{5, -1}, {"cat", NULL}}, {{6, -1}, {"cat", NULL}}, {{5, -1}, {"cats", NULL}},
+                 {{5, -1}, {"", NULL}},    {{5, 5}, {"ca", "t"}},    {{5, 5}, {"c", "at"}},
+                 {{5, 6}, {"cat", "dog"}}, {{5, 6}, {"catd", "og"}}, {{6, 5}, {"dog", "cat"}},
+                 {{5, 6}, {"", "catdog"}}, {{5, 6}, {"catdog", ""}}, {{5, -1}, {"catdog", NULL}},
+                 {{5, 300}, {"cat", ""}},  {{-1, -1}, {NULL, NULL}}};
+    static const unsigned char number[] = {4, 0, 0, 0, 0, 0, 0, 0}; /* the length of an index, in a hash */
+    const tkv_config cfg = config_of(0);
+    tkv_prefix_params p = params_of(0, TEXT);
+    tkv_prefix_hash hash[COUNT(lists)];
+    tkv_cache *kv = create_cache(&cfg);
+    tkv_prefix_extra extra[2];
+    unsigned char joined[3 + sizeof number + 4 + sizeof number + 3];
+    int i, j;
+    p.extras = extra;
+    for (i = 0; i < COUNT(lists); i++) {
+        p.n_extras = 0;
+        for (j = 0; j < 2 && lists[i].at[j] >= 0; j++) {
+            extra[j].index = SINKS + lists[i].at[j];
+            extra[j].bytes = lists[i].bytes[j];
+            extra[j].size = strlen(lists[i].bytes[j]);
+            p.n_extras++;
+        }
+        hash[i] = hash_after(kv, &p, 2);
+        for (j = 0; j < i; j++) CHECK_MSG(!is_same_hash(hash[i], hash[j]), "lists %d and %d", j, i);
+    }
+    /* One extra whose bytes go on as the next extra would: with its index, and with or without its length. */
+    for (i = 0; i < 2; i++) {
+        size_t n = 0;
+        memcpy(joined, "cat", 3);
+        n += 3;
+        memcpy(joined + n, number, sizeof number);
+        n += sizeof number;
+        memset(joined + n, 0, 4);
+        joined[n] = SINKS + 6;
+        n += 4;
+        memcpy(joined + n, number, sizeof number);
+        joined[n] = 3;
+        if (i) n += sizeof number;
+        memcpy(joined + n, "dog", 3);
+        n += 3;
+        extra[0].index = SINKS + 5;
+        extra[0].bytes = joined;
+        extra[0].size = n;
+        p.n_extras = 1;
+        CHECK(!is_same_hash(hash_after(kv, &p, 2), hash[6]));
+    }
+    tkv_destroy(kv);
+}
+
 /* The hash is the same on every machine and in later versions, until TKVI_PREFIX_VERSION changes. */
 TEST(golden_hash) {
     const tkv_config cfg = config_of(0);
@@ -1554,6 +1609,7 @@ int main(int argc, char **argv) {
     RUN(same_bits_without_tables);
     RUN(same_bits_with_tables);
     RUN(hashes_name_all_that_decides_bytes);
+    RUN(extras_do_not_run_together);
     RUN(golden_hash);
     RUN(wrong_values_end_the_prefix);
     RUN(forged_values_are_refused);

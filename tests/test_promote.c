@@ -394,6 +394,68 @@ TEST(kept_tokens_need_a_new_exact_copy) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* Evicts the tokens first .. end - 1 of layer 0, but each n-th. */
+static void evict_most(tkv_cache *kv, int first, int end, int n) {
+    uint64_t victims[MAX_LEN / 64] = {0};
+    int i;
+    for (i = first; i < end; i++)
+        if ((i - first) % n) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, 0, victims, end), TKV_OK);
+}
+
+/* Checks the live tokens first .. end - 1 of layer 0 against the model, and that no better source of them is kept: a
+ * promotion is refused, and changes no bit. */
+static void check_no_copy(tkv_cache *kv, int first, int end, double bound) {
+    int i, n = 0;
+    check_cache(kv);
+    for (i = first; i < end; i++) {
+        float after[ROW];
+        tkv_tier tier;
+        if (tier_of(kv, 0, 0, i, &tier)) continue;
+        CHECK_EQ(tkv_read(kv, 0, 0, i, 1, read_before, NULL), TKV_OK);
+        CHECK_EQ(tkv_promote(kv, 0, 0, i), TKV_ERR_NO_SOURCE);
+        CHECK_EQ(tkv_read(kv, 0, 0, i, 1, after, NULL), TKV_OK);
+        CHECK_MEM(after, read_before, sizeof after);
+        CHECK_LE(float_difference(after, model_k[0] + i * ROW, ROW), bound);
+        n++;
+    }
+    CHECK(n > 10);
+}
+
+/* Tokens that change their slots are not those of the exact copy any more: where a block is packed as it is coded again,
+ * and where two blocks become one. */
+TEST(packed_tokens_have_no_exact_copy) {
+    int way;
+    for (way = 0; way < 2; way++) {
+        test_store store;
+        tkv_config cfg = make_config(&store, 1);
+        tkv_cache *kv;
+        int i, n_keys;
+        cfg.evict.policy = TKV_EVICT_SLIDING;
+        cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.tiers.hot_tokens = BLOCK;
+        cfg.tiers.warm_tokens = 4 * BLOCK;
+        kv = make_filled_cache(&cfg, 5 * BLOCK);
+        n_keys = n_stored_keys(&store);
+        if (way == 0) {
+            CHECK_EQ(tkv_promote(kv, 0, 0, block_start(0)), TKV_OK);
+            CHECK(is_exact(kv, 0));
+            CHECK_EQ(n_stored_keys(&store), n_keys); /* the copy stays */
+            evict_most(kv, block_start(0), block_start(1), 2);
+            for (i = 0; i < 4; i++) append_tokens(kv, CHUNK);
+            check_no_copy(kv, block_start(0), block_start(1), .7);
+        } else { /* 26 of 128 tokens */
+            evict_most(kv, block_start(0), block_start(2), 5);
+            CHECK(n_layer_blocks(kv, 0, 0) < n_layer_blocks(kv, 0, 1));
+            CHECK_EQ(n_stored_keys(&store), n_keys - 2);
+            check_no_copy(kv, block_start(0), block_start(2), .3);
+        }
+        CHECK_EQ(tkv_promote(kv, 0, 1, block_start(0)),
+                 TKV_OK); /* the other layer has all tokens, and its copy */
+        destroy_cache_and_store(kv, &store);
+    }
+}
+
 /* The tokens of the first coded block are all anchors: it is no candidate, whatever the threshold. */
 TEST(blocks_of_anchors_alone_stay) {
     test_store store;
@@ -726,6 +788,7 @@ int main(int argc, char **argv) {
     RUN(blocks_go_back_when_memory_comes);
     RUN(promoted_blocks_that_do_not_go_back);
     RUN(kept_tokens_need_a_new_exact_copy);
+    RUN(packed_tokens_have_no_exact_copy);
     RUN(blocks_of_anchors_alone_stay);
     RUN(loaded_blocks_need_no_cooldown);
     RUN(attached_exact_blocks);

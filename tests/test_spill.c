@@ -22,6 +22,7 @@ enum {
     DIM = 32,
     ROW = KV_HEADS * DIM,
     CHUNK = 96,
+    LAST_CHUNK = 129, /* of one test: more than two blocks */
     LONGEST = 4000
 };
 
@@ -207,6 +208,61 @@ TEST(all_attention_options) {
     tkv_destroy(a);
     tkv_destroy(b);
     destroy_test_store(&store);
+}
+
+/* What tkv_offload leaves in RAM: the last two blocks at least, what the last append has added to, and tokens younger than
+ * hot_tokens. Where 2^30 - 1 says that all tokens are hot, these are the newest 64, also if a move has split the last
+ * block. Other special values of a plan that keeps all tokens hot set no age. Tokens of an open step do not count. */
+TEST(blocks_that_stay_in_ram) {
+    static const struct {
+        int hot_tokens, rest; /* rest: tokens of the last block */
+        int last;             /* tokens of the last append, 0: 1; the others came one by one */
+        int in_step;          /* 1: the last append is in an open step */
+        int moved;            /* of the last block, by a shift */
+        int n_offloaded;
+    } cases[] = {{1, 1, 0, 0, 0, 5},
+                 {1, 63, 0, 0, 0, 5},
+                 {1, 64, 0, 0, 0, 5},
+                 {1, 64, 128, 0, 0, 5}, /* the last append begins where the fifth block ends */
+                 {1, 64, 129, 0, 0, 4},
+                 {65, 1, 0, 0, 0, 5},
+                 {66, 1, 0, 0, 0, 4},
+                 {128, 64, 0, 0, 0, 5},
+                 {129, 64, 0, 0, 0, 4},
+                 {66, 1, 1, 1, 0, 4},
+                 {65, 2, 1, 1, 0, 5},
+                 {65, 40, 40, 1, 0, 4},
+                 {65, 41, 40, 1, 0, 5},
+                 {TKV_UNLIMITED, 1, 0, 0, 0, 5},
+                 {TKV_UNLIMITED, 20, 0, 0, 10, 6}, /* two parts of the last block are the last two */
+                 {(1 << 30) - 1, 1, 0, 0, 0, 5},
+                 {(1 << 30) - 1, 64, 0, 0, 0, 5},
+                 {(1 << 30) - 1, 20, 0, 0, 10, 5},
+                 {(1 << 30) - 1, 63, 0, 0, 10, 5},
+                 {(1 << 30) - 1, 64, 0, 0, 10, 6}};
+    int i, n, t;
+    for (i = 0; i < COUNT(cases); i++) {
+        tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 1, LAST_CHUNK);
+        const int len = 4 + 6 * BLOCK + cases[i].rest, last = cases[i].last ? cases[i].last : 1;
+        test_store store;
+        tkv_cache *kv;
+        cfg.model.rope.dim = DIM;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        cfg.tiers.hot_tokens = cases[i].hot_tokens;
+        attach_test_store(&store, &cfg);
+        kv = create_cache(&cfg);
+        fill_random_tokens(LAST_CHUNK);
+        for (t = 0; t < len - last; t++) CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 1), TKV_OK);
+        if (cases[i].in_step) CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, last), TKV_OK);
+        if (cases[i].moved) CHECK_EQ(tkv_seq_shift(kv, 0, len - cases[i].moved, TKV_UNLIMITED, 1), TKV_OK);
+        CHECK_EQ(tkv_offload(kv, 0, 0, LONGEST, &n), TKV_OK);
+        CHECK_MSG(n == cases[i].n_offloaded, "case %d: %d blocks", i, n);
+        CHECK_EQ(n_offloaded(kv, 0, 0), n);
+        check_cache(kv);
+        tkv_destroy(kv);
+        destroy_test_store(&store);
+    }
 }
 
 TEST(wide_heads) {
@@ -631,6 +687,131 @@ TEST(stale_records) {
     destroy_test_store(&store);
 }
 
+/* A store can still hold the bytes of an earlier run, where each write of the present one was lost. Bytes of the same run
+ * are right. They are wrong if they are those of another tier, position, head, side, block or order of offloading, also
+ * where all else is the same. */
+TEST(bytes_of_another_run) {
+    enum { SAME, WARM, MOVED, NUMBER, ORDER, RUNS };
+    static const char *const name[RUNS] = {"the same", "another tier", "other positions", "other numbers",
+                                           "another order"};
+    static float x[6 * CHUNK * ROW], y[2 * CHUNK * ROW];
+    test_store store[RUNS];
+    tkv_cache *kv[RUNS];
+    uint32_t key[RUNS];
+    int run, n, l;
+    tkv_rng_fill(&rng, x, COUNT(x), 1.0);
+    tkv_rng_fill(&rng, q_in, HEADS * DIM, 1.0);
+    for (run = 0; run < RUNS; run++) {
+        tkv_config cfg = small_config();
+        cfg.model.rope.dim = DIM;
+        cfg.tiers.warm = pair_of(TKV_INT8, TKV_INT8);
+        cfg.tiers.archive = pair_of(TKV_FP8_E4M3, TKV_FP8_E4M3); /* as many bytes */
+        cfg.tiers.warm_tokens = run == WARM ? 4000 : 1;
+        attach_test_store(&store[run], &cfg);
+        kv[run] = create_cache(&cfg);
+        if (run == NUMBER)
+            CHECK_EQ(tkv_append(kv[run], 1, 0, x, x, BLOCK), TKV_OK); /* it takes the first ones */
+        for (n = 0; n < 6; n++)
+            for (l = 0; l < LAYERS; l++) {
+                int positions[CHUNK], t;
+                tkv_append_params p;
+                for (t = 0; t < CHUNK; t++) positions[t] = n * CHUNK + t + (run == MOVED ? 1 : 0);
+                memset(&p, 0, sizeof p);
+                p.layer = l;
+                p.n = CHUNK;
+                p.k = p.v = x + n * CHUNK * ROW;
+                p.token_positions = positions;
+                CHECK_EQ(tkv_append_ex(kv[run], &p), TKV_OK);
+            }
+        /* The oldest block of layer 0 is the first one in the store. */
+        CHECK_EQ(tkv_offload(kv[run], 0, run == ORDER ? 1 : 0, 1, &n), TKV_OK);
+        CHECK_EQ(n, 1);
+        if (run == ORDER) CHECK_EQ(tkv_offload(kv[run], 0, 0, 1, NULL), TKV_OK);
+        key[run] = find_key(kv[run], &store[run], 0, 20);
+        CHECK(key[run] < STORE_KEYS);
+        CHECK_EQ(store[run].key[key[run]].n_parts, store[SAME].key[key[SAME]].n_parts);
+        CHECK_EQ(store[run].key[key[run]].size[0], store[SAME].key[key[SAME]].size[0]);
+    }
+    CHECK(key[WARM] == key[SAME] && key[MOVED] == key[SAME] && key[ORDER] == key[SAME]);
+    CHECK(key[NUMBER] != key[SAME]);
+    CHECK_EQ(tkv_read(kv[SAME], 0, 0, 0, 2 * CHUNK, y, NULL), TKV_OK);
+    for (run = SAME; run < RUNS; run++) { /* the bytes of a run where SAME wrote its own */
+        uint8_t *bytes = store[SAME].key[key[SAME]].bytes, *saved = (uint8_t *)malloc(store[SAME].key_bytes);
+        if (!saved) exit(2);
+        memcpy(saved, bytes, store[SAME].key_bytes);
+        memcpy(bytes, store[run].key[key[run]].bytes, store[SAME].key_bytes);
+        CHECK_MSG(tkv_read(kv[SAME], 0, 0, 0, 2 * CHUNK, k_a, NULL) == (run == SAME ? TKV_OK : TKV_ERR_DATA),
+                  "%s", name[run]);
+        CHECK_MSG(tkv_attend(kv[SAME], 0, 0, q_in, 1, out_a) == (run == SAME ? TKV_OK : TKV_ERR_DATA), "%s",
+                  name[run]);
+        if (run == SAME) CHECK_MEM(k_a, y, sizeof y);
+        memcpy(bytes, saved, store[SAME].key_bytes);
+        free(saved);
+        check_cache(kv[SAME]);
+    }
+    for (run = 0; run < RUNS; run++) {
+        tkv_destroy(kv[run]);
+        destroy_test_store(&store[run]);
+    }
+}
+
+/* The number of a write is in the seed. It has more bits than a slot's number, which remembers the low ones. */
+TEST(a_block_is_written_70000_times) {
+    enum { NARROW = 4, TIMES = 70000 };
+    static float x[CHUNK * NARROW], before[CHUNK * NARROW], after[CHUNK * NARROW];
+    tkv_config cfg = make_sized_config(1, 1, 1, NARROW, 1, CHUNK);
+    test_store store;
+    tkv_cache *kv;
+    int i, n, bad = 0;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
+    tkv_rng_fill(&rng, x, COUNT(x), 1.0);
+    for (i = 0; i < 3; i++) CHECK_EQ(tkv_append(kv, 0, 0, x, x, CHUNK), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, CHUNK, before, NULL), TKV_OK);
+    for (i = 0; i < TIMES; i++) {
+        bad += tkv_offload(kv, 0, 0, 1, &n) != TKV_OK || n != 1;
+        if (i + 1 < TIMES) bad += tkv_promote(kv, 0, 0, 10) != TKV_OK;
+        if (bad) break;
+    }
+    CHECK_EQ(i, TIMES);
+    CHECK_EQ(n_stored_keys(&store), 1);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, CHUNK, after, NULL), TKV_OK);
+    CHECK_MEM(after, before, sizeof after);
+    tkv_destroy(kv);
+    destroy_test_store(&store);
+}
+
+/* Heads that are as wide as this are stored as two parts of equal size, K and V. Each is accepted in its place alone. */
+TEST(sides_that_are_swapped) {
+    enum { WIDE = 256 };
+    static float k[CHUNK * WIDE], v[CHUNK * WIDE], q[WIDE], x[WIDE];
+    static uint8_t k_part[1 << 16];
+    tkv_config cfg = make_sized_config(1, 1, 1, WIDE, 1, CHUNK);
+    test_store store;
+    tkv_cache *kv;
+    stored_key *key;
+    int n;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    attach_test_store(&store, &cfg);
+    kv = create_cache(&cfg);
+    tkv_rng_fill(&rng, k, COUNT(k), 1.0);
+    tkv_rng_fill(&rng, v, COUNT(v), 1.0);
+    tkv_rng_fill(&rng, q, WIDE, 1.0);
+    for (n = 0; n < 4; n++) CHECK_EQ(tkv_append(kv, 0, 0, k, v, CHUNK), TKV_OK);
+    CHECK_EQ(tkv_offload(kv, 0, 0, 1, &n), TKV_OK);
+    CHECK_EQ(n, 1);
+    CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, x), TKV_OK);
+    key = &store.key[store.last_key];
+    REQUIRE(key->n_parts == 2 && key->size[0] == key->size[1] && key->size[0] <= sizeof k_part);
+    memcpy(k_part, key->bytes + key->at[0], key->size[0]);
+    memcpy(key->bytes + key->at[0], key->bytes + key->at[1], key->size[0]);
+    memcpy(key->bytes + key->at[1], k_part, key->size[0]);
+    CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, x), TKV_ERR_DATA);
+    tkv_destroy(kv);
+    destroy_test_store(&store);
+}
+
 /* >>each key is erased once */
 TEST(keys_are_erased) {
     tkv_config cfg = small_config();
@@ -998,6 +1179,7 @@ int main(int argc, char **argv) {
     rng = tkv_rng_seed(17);
     RUN(attention_is_bit_identical);
     RUN(all_attention_options);
+    RUN(blocks_that_stay_in_ram);
     RUN(wide_heads);
     RUN(exact_tokens_beyond_the_budget);
     RUN(offload_follows_compression);
@@ -1007,6 +1189,9 @@ int main(int argc, char **argv) {
     RUN(read_fails);
     RUN(bytes_are_checked);
     RUN(stale_records);
+    RUN(bytes_of_another_run);
+    RUN(a_block_is_written_70000_times);
+    RUN(sides_that_are_swapped);
     RUN(keys_are_erased);
     RUN(promotion_restores);
     RUN(promotion_under_a_budget);

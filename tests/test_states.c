@@ -280,6 +280,84 @@ TEST(forks_share_states) {
     tkv_destroy(kv);
 }
 
+/* A state that two sequences hold belongs to neither alone: what one of them puts there, the other one does not see. Each
+ * holder may be the one that puts. */
+TEST(two_holders_see_their_own_states) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
+    const int order[2] = {0, 0};
+    const size_t size = 5000;
+    int writer, by_reorder;
+    for (by_reorder = 0; by_reorder < 2; by_reorder++)
+        for (writer = 0; writer < 2; writer++) {
+            tkv_cache *kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, 2 * STEP, STEP), TKV_OK);
+            CHECK_EQ(put_position(kv, 0, 1, STEP, size), TKV_OK);
+            CHECK_EQ(put_position(kv, 0, 1, 2 * STEP, size), TKV_OK);
+            if (by_reorder) CHECK_EQ(tkv_seq_reorder(kv, 0, order, 2), TKV_OK);
+            else CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(state_bytes_of(kv), 2 * STATEFUL * counted(size));
+            CHECK_EQ(put_state(kv, writer, 1, 5, STEP, size), TKV_OK);     /* the same bytes */
+            CHECK_EQ(put_state(kv, writer, 2, 5, STEP, size - 1), TKV_OK); /* as many lines */
+            CHECK_EQ(state_bytes_of(kv), (2 * STATEFUL + 2) * counted(size));
+            check_state(kv, writer, 1, 5, STEP, size);
+            check_state(kv, writer, 2, 5, STEP, size - 1);
+            check_states(kv, !writer, 1, size);
+            CHECK_EQ(put_state(kv, !writer, 1, 6, STEP, size), TKV_OK); /* now each is held once */
+            CHECK_EQ(state_bytes_of(kv), (2 * STATEFUL + 2) * counted(size));
+            check_state(kv, writer, 1, 5, STEP, size);
+            check_state(kv, !writer, 1, 6, STEP, size);
+            check_cache_at(kv, "two holders", writer);
+            tkv_destroy(kv);
+        }
+}
+
+/* Where nothing more fits, a new state takes the memory of an older one only if no other sequence holds that one. */
+TEST(no_state_of_two_holders_is_taken_over) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
+    const size_t size = 1000;
+    tkv_cache *kv;
+    cfg.limits.state_bytes = STATEFUL * counted(size);
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, STEP, STEP), TKV_OK);
+    CHECK_EQ(put_position(kv, 0, 1, STEP, size), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(put_state(kv, 1, 0, 2, 2 * STEP, size), TKV_ERR_CAPACITY);
+    CHECK_EQ(put_state(kv, 0, 0, 2, 2 * STEP, size), TKV_ERR_CAPACITY);
+    check_states(kv, 0, 1, size);
+    check_states(kv, 1, 1, size);
+    check_cache_at(kv, "refused", 0);
+    CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+    CHECK_EQ(put_position(kv, 1, 2, 2 * STEP, size), TKV_OK);
+    CHECK_EQ(tkv_seq_find_state(kv, 1, TKV_UNLIMITED), 2 * STEP);
+    check_states(kv, 1, 2, size);
+    check_cache_at(kv, "taken over", 0);
+    tkv_destroy(kv);
+}
+
+/* A fork has the state after its last token, as a cut to that length does; one token less, and it does not. */
+TEST(forks_and_cuts_keep_the_state_at_their_end) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
+    tkv_cache *kv = create_cache(&cfg);
+    int n, cut;
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 4 * STEP, STEP), TKV_OK);
+    for (n = STEP; n <= 4 * STEP; n += STEP) CHECK_EQ(put_position(kv, 0, 1, n, 500), TKV_OK);
+    for (cut = 0; cut < 2; cut++)
+        for (n = 4 * STEP; n >= STEP; n -= STEP) {
+            CHECK_EQ(tkv_seq_fork(kv, 0, 1, n - !cut), TKV_OK);
+            CHECK_EQ(tkv_seq_find_state(kv, 1, TKV_UNLIMITED), cut ? n : n - STEP);
+            check_states(kv, 1, 1, 500);
+            CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 1, n - !cut), TKV_OK);
+            CHECK_EQ(tkv_seq_find_state(kv, 1, TKV_UNLIMITED), cut ? n : n - STEP);
+            check_states(kv, 1, 1, 500);
+            check_cache_at(kv, "fork", n);
+        }
+    tkv_destroy(kv);
+}
+
 TEST(cuts_take_the_states_behind_them) {
     tkv_layer_config layers[LAYERS];
     tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
@@ -882,6 +960,9 @@ int main(int argc, char **argv) {
     RUN(a_position_is_found_when_all_layers_have_it);
     RUN(states_are_refused_with_a_reason);
     RUN(forks_share_states);
+    RUN(two_holders_see_their_own_states);
+    RUN(no_state_of_two_holders_is_taken_over);
+    RUN(forks_and_cuts_keep_the_state_at_their_end);
     RUN(cuts_take_the_states_behind_them);
     RUN(positions_are_log_spaced);
     RUN(layers_that_put_one_after_the_other_keep_the_same_positions);
