@@ -349,7 +349,7 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
 /* >>files */
 static inline save_file begin_file(const char *path) {
     save_file f;
-    if (save_file_begin(&f, path) != 0) fail("cannot write %s.new: %s", path, strerror(errno));
+    if (save_file_begin(&f, path) != 0) fail("cannot write %s: %s", path, strerror(errno));
     return f;
 }
 
