@@ -27,6 +27,7 @@
 #include "../tieredkv.h"
 
 #include "measure.h"
+#include "read_file.h"
 
 #include <limits.h>
 #include <math.h>
@@ -1500,18 +1501,7 @@ static inline int llama_load_memory(const void *data, size_t size, const void *t
 }
 
 static void *llama_read_file(const char *path, size_t *size) { /* NULL: the file cannot be read */
-    FILE *f = fopen(path, "rb");
-    void *data = NULL;
-    long n = -1;
-    if (f && fseek(f, 0, SEEK_END) == 0) n = ftell(f);
-    if (n >= 0 && n < LONG_MAX && fseek(f, 0, SEEK_SET) == 0) data = malloc((size_t)n + 1);
-    *size = data ? fread(data, 1, (size_t)n, f) : 0;
-    if (data && *size != (size_t)n) {
-        free(data);
-        data = NULL;
-    }
-    if (f) fclose(f);
-    return data;
+    return read_file(path, size);
 }
 
 /* Loads a model from a file. The tokenizer of a llama2.c checkpoint is tokenizer_path. If that is NULL, it is

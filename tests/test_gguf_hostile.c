@@ -9,6 +9,8 @@
  */
 #include "gguf_files.h"
 
+#include <time.h>
+
 static file_bytes file, token_file;
 
 /* >>valid files */
@@ -200,6 +202,45 @@ TEST(words_of_llama3) {
         }
         CHECK_EQ(rows[i].words[k], 0);
     }
+}
+
+/* >>large files: beyond 2 GiB and 4 GiB, where a `long` of Windows and an unsigned one end */
+static int seek_to(FILE *f, uint64_t at) {
+#ifdef _WIN32
+    return _fseeki64(f, (int64_t)at, SEEK_SET);
+#else
+    return at > LONG_MAX ? -1 : fseek(f, (long)at, SEEK_SET);
+#endif
+}
+
+TEST(sizes_of_large_files) {
+    static const uint64_t sizes[] = {0, 1, 0x7fffffff, 0x80000000u, 0xfffffffeu, 0xffffffffu, 0x140000001u};
+    const char *dir = getenv("TMPDIR");
+    char name[512];
+    size_t i;
+    snprintf(name, sizeof name, "%s/tieredkv-large-%u", dir && *dir ? dir : ".", (unsigned)time(NULL));
+    if (sizeof(size_t) == 4) SKIP("a process of 32 bits");
+    for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        FILE *f = fopen(name, "wb"); /* with a hole, which takes no space */
+        REQUIRE(f != NULL);
+        if (sizes[i]) CHECK_EQ(seek_to(f, sizes[i] - 1), 0);
+        if (sizes[i]) CHECK_EQ(fputc('x', f), 'x');
+        CHECK_EQ(fclose(f), 0);
+        f = fopen(name, "rb");
+        REQUIRE(f != NULL);
+        const int64_t size = read_file_size(f);
+        CHECK_MSG(size == (int64_t)sizes[i], "%.0f bytes: %.0f", (double)sizes[i], (double)size);
+        CHECK_EQ(fgetc(f), sizes[i] == 0 ? EOF : sizes[i] == 1 ? 'x' : 0); /* it is at the beginning */
+        CHECK_EQ(fclose(f), 0);
+        if (sizes[i] > 1) continue;
+        size_t n = 77;
+        char *bytes = (char *)llama_read_file(name, &n);
+        CHECK(bytes && n == sizes[i] && (n == 0 || *bytes == 'x'));
+        free(bytes);
+    }
+    (void)remove(name);
+    size_t n = 77;
+    CHECK(llama_read_file(name, &n) == NULL && n == 0);
 }
 
 /* >>keys. Files with one more key, or two. */
@@ -737,6 +778,7 @@ int main(int argc, char **argv) {
     RUN(rope);
     RUN(tokenizers);
     RUN(words_of_llama3);
+    RUN(sizes_of_large_files);
     RUN(each_key_is_followed_or_refused);
     RUN(each_idle_key);
     RUN(scaling_of_rope);
