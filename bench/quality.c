@@ -58,7 +58,7 @@ static const char usage[] =
     "                        F16, and of Q8_0 and Q4_1 (f32: it rounds nothing)\n"
     "  --cache DIR           folder of the exact logits (build/quality)\n"
     "  --theta X             base of RoPE (the model's)\n"
-    "  --yarn N              YaRN: RoPE for N times the model's context (1)\n"
+    "  --yarn N              YaRN: RoPE for N times the model's context (the file)\n"
     "  --rope-halves         RoPE rotates the pairs of channels (i, i + d/2)\n"
     "\n";
 
@@ -1199,7 +1199,7 @@ int main(int argc, char **argv) {
     if (all.model.note[0]) fprintf(stderr, "quality: %s\n", all.model.note);
     if (theta > 0) all.model.rope_theta = theta;
     all.model.rope_halves = halves;
-    all.model.rope_yarn = yarn;
+    if (yarn > 0) all.model.rope_yarn = yarn;
     hold_weights();
     char text_path[1024];
     snprintf(text_path, sizeof text_path, "%s/text/wiki.test.raw", data && *data ? data : "../shared/data");

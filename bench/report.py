@@ -68,14 +68,20 @@ def quick_runs():
                     for budget in BUDGETS]}
 
 
+def replace_file(path, data):
+    """Replaces a file as a whole. Two runs at once write two new files."""
+    new = "%s.%d.new" % (path, os.getpid())
+    with open(new, "wb") as f:
+        f.write(data)
+    os.replace(new, path)
+
+
 def run_quietly(command, out=None):
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if run.returncode != 0:
         raise Bad("%s failed: %s" % (" ".join(command), run.stderr.decode("utf-8", "replace").strip()[-400:]))
     if out:
-        with open(out + ".new", "wb") as f:
-            f.write(run.stdout)
-        os.replace(out + ".new", out)
+        replace_file(out, run.stdout)
 
 
 def measure(kinds, fresh):
@@ -549,9 +555,7 @@ def main():
     try:
         text = page(find_sources(args.fresh))
         os.makedirs(os.path.dirname(out), exist_ok=True)
-        with open(out + ".new", "w", encoding="utf-8") as f:
-            f.write(text)
-        os.replace(out + ".new", out)
+        replace_file(out, text.encode("utf-8"))
     except (Bad, OSError) as e:
         sys.exit("report: %s" % e)
     print("report: %s" % os.path.relpath(out))

@@ -49,7 +49,7 @@ typedef struct chat {
     const char *path, *say[SAYINGS];
     int n_say, show, read_again;
     int *tokens, n_tokens; /* of the talk; the cache holds them all */
-    int context, is_unsaved;
+    int context, is_unsaved, has_template;
     float *logits; /* of the newest token */
     choice *space; /* for sample() */
 } chat;
@@ -159,16 +159,14 @@ static void read_again(const chat *c) {
 /* >>talking */
 /* Adds a line to the talk. Returns 0 if it and an answer do not fit. */
 static int hear(chat *c, const char *line) {
-    const int is_chat = c->model.chat && !c->opt.raw, is_first = c->n_tokens == 0;
+    const int is_first = c->n_tokens == 0;
     const size_t size = strlen(line) + sizeof opening + 128;
     char *text = (char *)allocate(size, 1);
-    int *tokens = (int *)allocate(size + 64, sizeof *tokens);
-    if (is_chat)
-        snprintf(text, size, "%s<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n",
-                 is_first ? "" : "<|im_end|>\n", line);
-    else snprintf(text, size, "%s\nSTRANGER:\n%s\n\nROMEO:\n", is_first ? opening : "", line);
-    const int flags = is_chat ? LLAMA_SPECIAL : is_first && c->model.add_bos ? LLAMA_BOS : 0;
-    const int n = llama_tokenize(&c->model, text, strlen(text), flags, tokens);
+    int *tokens = (int *)allocate(size + LLAMA_TURN, sizeof *tokens);
+    snprintf(text, size, "%s\nSTRANGER:\n%s\n\nROMEO:\n", is_first ? opening : "", line);
+    const int n = c->has_template ? llama_tokenize_turn(&c->model, line, strlen(line), is_first, tokens)
+                                  : llama_tokenize(&c->model, text, strlen(text),
+                                                   is_first && c->model.add_bos ? LLAMA_BOS : 0, tokens);
     const int fits = n <= c->context - c->opt.n - c->n_tokens;
     if (fits) {
         memcpy(c->tokens + c->n_tokens, tokens, (size_t)n * sizeof *tokens);
@@ -251,6 +249,7 @@ int main(int argc, char **argv) {
     parse_options(argc, argv, usage, &c.opt, &c.cfg, parse_own_option, &c);
     if (!c.opt.model) help(usage, 1);
     load(&c.opt, &c.model, &c.cfg);
+    c.has_template = is_chat(&c.model, &c.opt);
     c.context = context_of(&c.opt, &c.model);
     c.kv = create(&c.cfg);
     load_tables(&c.opt, c.kv);

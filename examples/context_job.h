@@ -98,8 +98,7 @@ static inline void hear_signal(int number) {
 static inline void write_note(const char *model, const progress *p) {
     save_file f;
     if (!*own_note) return;
-    if (begin_progress(&f, own_note, model, p) != 0 || fclose(f.out) != 0 ||
-        save_file_replace(f.beside, own_note) != 0)
+    if (begin_progress(&f, own_note, model, p) != 0 || save_file_end_unflushed(&f) != 0)
         fail("cannot write %s: %s", own_note, strerror(errno));
 }
 

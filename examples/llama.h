@@ -11,7 +11,7 @@
  *     llama_forward(&m, kv, 0, tokens, n, logits, 1);         m.vocab logits of the last token
  *
  * It reads GGUF v2 and v3 (architecture llama; F32, F16, BF16, Q8_0, Q4_0, Q4_1) and llama2.c's legacy .bin with its
- * tokenizer.bin. Weights keep the format of the file; each row is decoded when it is multiplied. Keys and values are
+ * tokenizer.bin. A GGUF file is refused if it has a key that this runner neither follows nor knows to be harmless. Weights keep the format of the file; each row is decoded when it is multiplied. Keys and values are
  * stored only in tieredkv. The code uses libc and libm, and one thread; with -fopenmp the threads of OpenMP share the
  * products with weights. It compiles as C99 and as C++11.
  *
@@ -27,6 +27,7 @@
 #include "../tieredkv.h"
 
 #include "measure.h"
+#include "read_file.h"
 
 #include <limits.h>
 #include <math.h>
@@ -60,8 +61,12 @@ enum {
     LLAMA_UP,
     LLAMA_PARTS
 };
-/* Flags of llama_tokenize: begin with BOS; parse control tokens such as <|im_end|>. */
-enum { LLAMA_BOS = 1, LLAMA_SPECIAL = 2 };
+/* Flags of llama_tokenize:
+ *   LLAMA_BOS         begins with BOS
+ *   LLAMA_SPECIAL     parses control tokens such as <|im_end|>. Text that a user wrote never gets this flag.
+ *   LLAMA_CONTINUED   the text follows other tokens, so SentencePiece puts no space before it */
+enum { LLAMA_BOS = 1, LLAMA_SPECIAL = 2, LLAMA_CONTINUED = 4 };
+enum { LLAMA_TURN = 256 };      /* most tokens of a turn of a chat without the user's text */
 enum { LLAMA_MAX_WORD = 1024 }; /* most bytes of a word; a longer one is split */
 
 typedef struct llama_tensor { /* [rows][cols] values; a row takes row_bytes; data has any alignment */
@@ -81,27 +86,38 @@ typedef struct llama_entry { /* a token, or a merge of the first `cut` bytes wit
         score; /* SentencePiece's score, or -rank of a merge; the pair with the highest score is joined first */
 } llama_entry;
 
+typedef struct llama_chat { /* a family of chat templates */
+    const char *name;
+    const char *marks[2], *lacks; /* the template's text has both marks, and not `lacks` */
+    const char *tokens[3];        /* control tokens that the vocabulary must have */
+    const char *before, *after,
+        *end; /* of the user's text; `end` is behind a reply. {eos} is the EOS token */
+} llama_chat;
+
 typedef struct llama_model {
     int n_layers, n_heads, n_kv_heads, head_dim, v_head_dim, dim, ffn_dim, vocab, context;
     float eps;
-    /* The four rope fields may be changed after loading. */
-    float rope_theta; /* base */
-    float rope_yarn;  /* YaRN for so many times the trained context; up to 1: none */
-    int rope_halves;  /* 0: channels (2i, 2i+1) are a pair, as in both file formats; 1: (i, i + rope_dim/2) */
-    int rope_dim;     /* RoPE rotates the first rope_dim channels of a head */
+    /* The five rope fields may be changed after loading. */
+    float rope_theta;  /* base */
+    float rope_yarn;   /* YaRN for so many times the trained context; up to 1: none */
+    float rope_linear; /* positions are divided by it (arXiv 2306.15595); 0: they are not */
+    int rope_halves; /* 0: channels (2i, 2i+1) are a pair, as in both file formats; 1: (i, i + rope_dim/2) */
+    int rope_dim;    /* RoPE rotates the first rope_dim channels of a head */
     /* NULL; or it rounds each vector that matrices multiply, as engines with other arithmetic do (bench/weights.h). */
     void (*round_inputs)(float *x, int n);
     llama_tensor embedding, final_norm, head, rope_factors;
     llama_layer *layers;
     /* tokenizer */
-    int bpe;               /* 1: byte pairs as in GPT-2; 0: SentencePiece */
-    int digits;            /* 1: every digit is a word */
-    int add_space;         /* 1: SentencePiece puts a space before the text */
-    int add_bos;           /* 1: the model expects LLAMA_BOS */
-    int bos, eos, unknown; /* tokens; -1: none */
-    int chat;              /* 1: the file has a chat template with <|im_start|> */
-    int byte_token[256];   /* -1: none */
-    llama_entry *entries;  /* vocab tokens, then the merges */
+    int bpe;                /* 1: byte pairs as in GPT-2; 0: SentencePiece */
+    int digits;             /* 1: every digit is a word */
+    int llama3_digits;      /* 0: words are GPT-2's; else Llama 3's, with at most so many digits in a word */
+    int whole_words;        /* 1: a word that is a token needs no merges */
+    int add_space;          /* 1: SentencePiece puts a space before the text */
+    int add_bos;            /* 1: the model expects LLAMA_BOS */
+    int bos, eos, unknown;  /* tokens; -1: none */
+    const llama_chat *chat; /* NULL: the file has no chat template, or none that this runner knows */
+    int byte_token[256];    /* -1: none */
+    llama_entry *entries;   /* vocab tokens, then the merges */
     int n_entries;
     int *control, n_control; /* control tokens */
     int *table;              /* hash table: 1 + index of an entry; 0: free */
@@ -109,7 +125,8 @@ typedef struct llama_model {
     char *texts;             /* the bytes of all entries */
     void *file, *tokenizer_file;
     size_t file_size, tokenizer_size;
-    char note[128]; /* a warning for the user, or "" */
+    char note[128];       /* a warning for the user, or "" */
+    char chat_fault[160]; /* why the file's chat template cannot be used, or "" */
 } llama_model;
 
 /* >>bytes */
@@ -371,6 +388,11 @@ static int llama_encode_word(const llama_model *m, const char *s, int len, int *
     int start[LLAMA_MAX_WORD + 1]; /* first byte of each piece */
     float score[LLAMA_MAX_WORD];   /* score of joining a piece with the next one */
     int n = 0, count = 0, best;
+    const int whole = m->whole_words ? llama_find(m, s, len, 0) : -1;
+    if (whole >= 0) {
+        *out = whole;
+        return 1;
+    }
     for (int at = 0; at < len; at += m->bpe ? 1 : llama_utf8_len(s + at, (size_t)(len - at))) start[n++] = at;
     start[n] = len;
     int i;
@@ -476,6 +498,44 @@ static size_t llama_word_gpt2(const char *s, size_t n, int digits) {
     return last ? last : at; /* the last of several spaces belongs to the next word */
 }
 
+/* Returns the length of the first word, by Llama 3's rule; Qwen 2's takes one digit for three:
+ *     (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|
+ *     \s+(?!\S)|\s+ */
+static size_t llama_word_llama3(const char *s, size_t n, int digits) {
+    static const char *const endings[] = {"s", "t", "re", "ve", "m", "ll", "d"};
+    int len, next_len = 0, count = 0;
+    const char first = llama_class(s, n, &len);
+    const char next = (size_t)len < n ? llama_class(s + len, n - (size_t)len, &next_len) : 0;
+    size_t at = 0;
+    for (size_t i = 0; *s == '\'' && i < sizeof endings / sizeof *endings; i++) {
+        const size_t k = strlen(endings[i]);
+        size_t same = 0;
+        while (same < k && same + 1 < n && (s[same + 1] | 32) == endings[i][same]) same++;
+        if (same == k) return k + 1;
+    }
+    if (first == 'L' || (next == 'L' && first != 'N' && *s != '\r' && *s != '\n')) {
+        for (at = (size_t)len; at < n && llama_class(s + at, n - at, &len) == 'L';) at += (size_t)len;
+        return at;
+    }
+    if (first == 'N') {
+        for (; count < digits && at < n && llama_class(s + at, n - at, &len) == 'N'; count++)
+            at += (size_t)len;
+        return at;
+    }
+    if (first == 'O' || (*s == ' ' && next == 'O')) {
+        for (at = (size_t)len; at < n && llama_class(s + at, n - at, &len) == 'O';) at += (size_t)len;
+        while (at < n && (s[at] == '\r' || s[at] == '\n')) at++;
+        return at;
+    }
+    size_t last = 0, line = 0; /* the last character of white space; the end of the last line feed */
+    for (; at < n && llama_class(s + at, n - at, &len) == 'S'; at += (size_t)len) {
+        last = at;
+        if (s[at] == '\r' || s[at] == '\n') line = at + 1;
+    }
+    if (line) return line;
+    return at == n || last == 0 ? at : last; /* the last of several spaces belongs to the next word */
+}
+
 /* Returns the length of the first word; a space begins a word. This is exact for vocabularies, such as Llama's, in
  * which no token has a space after another character. */
 static size_t llama_word_spm(const char *s, size_t n) {
@@ -489,7 +549,9 @@ static int llama_encode_text(const llama_model *m, const char *s, size_t n, int 
     int count = 0;
     for (; n; space = 0) {
         const size_t most = n < LLAMA_MAX_WORD ? n : LLAMA_MAX_WORD - 1;
-        size_t word = m->bpe ? llama_word_gpt2(s, most, m->digits) : llama_word_spm(s, most);
+        size_t word = !m->bpe            ? llama_word_spm(s, most)
+                      : m->llama3_digits ? llama_word_llama3(s, most, m->llama3_digits)
+                                         : llama_word_gpt2(s, most, m->digits);
         if (word == most && most < n) /* split between characters */
             while (word > LLAMA_MAX_WORD - 4 && ((unsigned char)s[word] & 0xc0) == 0x80) word--;
         first[0] = ' ';
@@ -501,7 +563,8 @@ static int llama_encode_text(const llama_model *m, const char *s, size_t n, int 
     return count;
 }
 
-/* Tokenizes a text of n < 2^31 - 2 bytes. `out` has space for n + 2 tokens. Returns their number. */
+/* Tokenizes a text of n < 2^31 - 2 bytes. `out` has space for n + 2 tokens. Returns their number. Only with
+ * LLAMA_SPECIAL can control tokens be among them, apart from BOS. */
 static inline int llama_tokenize(const llama_model *m, const char *text, size_t n, int flags, int *out) {
     int count = 0, n_special = flags & LLAMA_SPECIAL ? m->n_control : 0;
     size_t from = 0, at = 0;
@@ -515,8 +578,8 @@ static inline int llama_tokenize(const llama_model *m, const char *text, size_t 
             }
             if (i < n_special) break;
         }
-        if (at > from)
-            count += llama_encode_text(m, text + from, at - from, m->add_space && from == 0, out + count);
+        const int space = m->add_space && from == 0 && !(flags & LLAMA_CONTINUED);
+        if (at > from) count += llama_encode_text(m, text + from, at - from, space, out + count);
         if (i < n_special) {
             out[count++] = m->control[i];
             at += (size_t)m->entries[m->control[i]].len;
@@ -524,6 +587,28 @@ static inline int llama_tokenize(const llama_model *m, const char *text, size_t 
         from = at;
     }
     return count;
+}
+
+/* Tokenizes a part of a chat template, in which {eos} is the EOS token. */
+static int llama_tokenize_template(const llama_model *m, const char *text, int flags, int *out) {
+    const char *mark = strstr(text, "{eos}");
+    int n = llama_tokenize(m, text, mark ? (size_t)(mark - text) : strlen(text), LLAMA_SPECIAL | flags, out);
+    if (!mark) return n;
+    out[n++] = m->eos;
+    return n + llama_tokenize(m, mark + 5, strlen(mark + 5), LLAMA_SPECIAL | LLAMA_CONTINUED, out + n);
+}
+
+/* Tokenizes a turn of a chat, from the user's text to where the reply begins. m->chat is not NULL. Template and text are
+ * tokenized apart, so whatever the user wrote stays text. is_first: 0 also ends the reply before. `out` has space for
+ * n + LLAMA_TURN tokens. Returns their number. */
+static inline int llama_tokenize_turn(const llama_model *m, const char *text, size_t n, int is_first,
+                                      int *out) {
+    const int bos = is_first && m->add_bos ? LLAMA_BOS : 0;
+    int count = 0;
+    if (!is_first) count = llama_tokenize_template(m, m->chat->end, LLAMA_CONTINUED, out);
+    count += llama_tokenize_template(m, m->chat->before, is_first ? bos : LLAMA_CONTINUED, out + count);
+    count += llama_tokenize(m, text, n, LLAMA_CONTINUED, out + count);
+    return count + llama_tokenize_template(m, m->chat->after, LLAMA_CONTINUED, out + count);
 }
 
 /* Returns the bytes of a token, without a final zero; they may be part of a character. `before` is the previous
@@ -541,6 +626,7 @@ static inline const char *llama_piece(const llama_model *m, int before, int toke
 typedef struct llama_key { /* a key of a GGUF file; `value` begins at the bytes of its value */
     llama_span name, value;
     uint64_t type;
+    int used; /* 1: llama_get found it */
 } llama_key;
 
 typedef struct llama_item { /* a tensor of a GGUF file */
@@ -557,6 +643,7 @@ typedef struct llama_loader {
     llama_item *items;
     size_t n_keys, n_items, texts_used;
     llama_span data; /* offsets of tensors are relative to it */
+    llama_span arch; /* general.architecture, which begins the names of the network's keys */
 } llama_loader;
 
 LLAMA_PRINTF(2, 3)
@@ -672,6 +759,15 @@ static void llama_add_entry(llama_loader *l, llama_span text, float score, int k
     m->n_entries++;
 }
 
+/* A token that ends a text or belongs to the template never comes from plain text, whatever kind the file gives it. */
+static void llama_make_control(llama_model *m, int token) {
+    if (token < 0 || m->entries[token].kind == LLAMA_CONTROL || m->entries[token].len == 0) return;
+    m->entries[token].kind = LLAMA_CONTROL;
+    m->control[m->n_control++] = token;
+    for (int i = 0; i < 256; i++)
+        if (m->byte_token[i] == token) m->byte_token[i] = -1;
+}
+
 static int llama_index_entries(llama_loader *l) {
     llama_model *m = l->m;
     for (m->table_size = 16; m->table_size / 2 < (size_t)m->n_entries;) m->table_size *= 2;
@@ -715,6 +811,7 @@ static int llama_skip_value(llama_span *s, uint64_t type) {
 static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key and tensor */
     const size_t total = s.left;
     uint64_t align = 32;
+    int has_align = 0;
     llama_take(&s, 4); /* "GGUF" */
     uint64_t version = llama_int(&s, 4);
     uint64_t n_items = llama_int(&s, 8);
@@ -734,7 +831,10 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
         k->type = llama_int(&s, 4);
         k->value = s;
         if (!llama_skip_value(&s, k->type)) return llama_fail(l, "key %d is damaged or cut short", (int)i);
-        if (llama_is(&k->name, "general.alignment") && k->type == 4) align = llama_le(k->value.p, 4);
+        if (!llama_is(&k->name, "general.alignment") || k->type != 4) continue;
+        if (has_align++) return llama_fail(l, "the file has the key general.alignment twice");
+        align = llama_le(k->value.p, 4);
+        k->used = 1;
     }
     for (uint64_t i = 0; i < n_items; i++) {
         llama_item *t = &l->items[l->n_items++];
@@ -752,47 +852,103 @@ static int llama_index_gguf(llama_loader *l, llama_span s) { /* finds every key 
     return 1;
 }
 
-static const llama_key *llama_get(const llama_loader *l, const char *name) { /* NULL: not found */
-    for (size_t i = 0; i < l->n_keys; i++)
-        if (llama_is(&l->keys[i].name, name)) return &l->keys[i];
+/* Whether a key has a name. A name that begins with a dot stands behind the architecture's, and one that ends with a star
+ * stands for all that begin so. */
+static int llama_key_is(const llama_loader *l, const llama_key *k, const char *name) {
+    llama_span rest = k->name;
+    size_t n = strlen(name);
+    if (*name == '.') {
+        const unsigned char *arch = llama_take(&rest, l->arch.left);
+        if (!arch || memcmp(arch, l->arch.p, l->arch.left) != 0) return 0;
+    }
+    if (n && name[n - 1] == '*') return rest.left >= --n && memcmp(rest.p, name, n) == 0;
+    return llama_is(&rest, name);
+}
+
+/* Finds a key and marks it as used; NULL: not found. */
+static llama_key *llama_get(const llama_loader *l, const char *name) {
+    for (size_t i = 0; i < l->n_keys; i++) {
+        if (!llama_key_is(l, &l->keys[i], name)) continue;
+        l->keys[i].used = 1;
+        return &l->keys[i];
+    }
     return NULL;
+}
+
+/* Fails because of a key: `name` as llama_key_is takes it, and the rest of the sentence. */
+static int llama_fail_key(const llama_loader *l, const char *name, const char *why) {
+    return llama_fail(l, "%.*s%s %s", *name == '.' ? (int)l->arch.left : 0, (const char *)l->arch.p, name,
+                      why);
+}
+
+/* Reads a number of any type. Returns 0 if the value is a string or an array. */
+static int llama_number(const llama_key *k, double *out) {
+    static const unsigned char sizes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    const int bits = k->type <= 12 ? 8 * sizes[k->type] : 0;
+    if (bits == 0) return 0;
+    const uint64_t v = llama_le(k->value.p, bits / 8);
+    if (k->type == 6) {
+        *out = (double)llama_bits(v);
+    } else if (k->type == 12) {
+        memcpy(out, &v, sizeof v);
+    } else {
+        const int is_signed = k->type == 1 || k->type == 3 || k->type == 5 || k->type == 11;
+        const int is_negative = is_signed && (v >> (bits - 1) & 1);
+        *out = is_negative ? -(double)((~v & (UINT64_MAX >> (64 - bits))) + 1) : (double)v;
+    }
+    return 1;
+}
+
+static int llama_is_whole(uint64_t type) { /* whole numbers and booleans */
+    return type <= 5 || type == 7 || type == 10 || type == 11;
 }
 
 /* Reads a whole number from 0 to 2^31 - 1. Without the key, *out is `absent`; a negative `absent` makes that an
  * error. */
 static int llama_get_int(const llama_loader *l, const char *name, int absent, int *out) {
     const llama_key *k = llama_get(l, name);
-    const uint64_t t = k ? k->type : 0;
+    double v = 0;
     *out = absent;
-    if (!k) return absent >= 0 ? 1 : llama_fail(l, "the file does not state %s", name);
-    if (t != 0 && t != 2 && t != 4 && t != 5 && t != 7 && t != 10 && t != 11)
-        return llama_fail(l, "%s has type %lu and should be a whole number", name, (unsigned long)t);
-    uint64_t v = llama_le(k->value.p, t == 0 || t == 7 ? 1 : t == 2 ? 2 : t == 4 || t == 5 ? 4 : 8);
-    if (v > INT32_MAX) return llama_fail(l, "%s is out of range", name);
+    if (!k) return absent >= 0 ? 1 : llama_fail_key(l, name, "is missing, and the file needs it");
+    if (!llama_is_whole(k->type)) return llama_fail_key(l, name, "is not a whole number");
+    (void)llama_number(k, &v);
+    if (!(v >= 0 && v <= (double)INT32_MAX)) return llama_fail_key(l, name, "is out of range");
     *out = (int)v;
     return 1;
 }
 
-static int llama_get_token(const llama_loader *l, const char *name) { /* -1: none */
+/* Reads a token; -1: the file has none. */
+static int llama_get_token(const llama_loader *l, const char *name, int *out) {
     const llama_key *k = llama_get(l, name);
-    const uint64_t v = k && k->type == 4 ? llama_le(k->value.p, 4) : UINT64_MAX;
-    return v < (uint64_t)l->m->vocab ? (int)v : -1;
+    double v = -1;
+    *out = -1;
+    if (!k) return 1;
+    if (!llama_is_whole(k->type)) return llama_fail_key(l, name, "is not a whole number");
+    (void)llama_number(k, &v);
+    if (v == -1.0 || (k->type == 4 && v == 4294967295.0)) return 1; /* converters write none like this */
+    if (!(v >= 0 && v < (double)l->m->vocab)) return llama_fail_key(l, name, "is no token of the vocabulary");
+    *out = (int)v;
+    return 1;
 }
 
 static int llama_get_float(const llama_loader *l, const char *name, float absent, float *out) {
     const llama_key *k = llama_get(l, name);
-    const uint64_t bits = k && k->type == 6 ? llama_le(k->value.p, 4) : 0;
     *out = absent;
     if (!k) return 1;
-    *out = llama_bits(bits);
+    double v = 0;
+    uint32_t bits;
+    if ((k->type == 6 || k->type == 12) && llama_number(k, &v)) *out = (float)v;
+    else *out = 0;
+    memcpy(&bits, out, sizeof bits);
     /* The bits of positive floats have the order of the floats. This rejects NaN, under -ffast-math too. */
-    return bits > 0 && bits < 0x7f000000 ? 1 : llama_fail(l, "%s is not a positive float", name);
+    return bits > 0 && bits < 0x7f000000 ? 1 : llama_fail_key(l, name, "is not a positive float");
 }
 
 static llama_span llama_get_string(const llama_loader *l, const char *name) { /* empty: not found */
-    const llama_key *k = llama_get(l, name);
+    llama_key *k = llama_get(l, name);
     llama_span s = llama_span_of("", 0);
-    if (!k || k->type != 8) return s;
+    if (k) k->used = k->type == 8; /* a key of another type was not read: llama_check_keys refuses it */
+    if (!k || !k->used) return s;
     s = k->value;
     return llama_string(&s);
 }
@@ -850,11 +1006,256 @@ static int llama_get_tensor(const llama_loader *l, const char *name, int rows, i
     return 1;
 }
 
+/* >>keys. A file is refused if a key was not read, and is not in this table: it may change the results. Names are as for
+ * llama_key_is. value NULL: the key changes no logits. Else the key must have one of these values, between bars: with
+ * them it means what a network without the key does. An architecture with more keys reads them, or adds rows. */
+static const struct {
+    const char *name, *value;
+} llama_idle_keys[] = {
+    /* what a person reads */
+    {"general.type", "model"},
+    {"general.quantization_version", "2"},
+    {"general.name", NULL},
+    {"general.author", NULL},
+    {"general.version", NULL},
+    {"general.organization", NULL},
+    {"general.finetune", NULL},
+    {"general.basename", NULL},
+    {"general.description", NULL},
+    {"general.quantized_by", NULL},
+    {"general.size_label", NULL},
+    {"general.parameter_count", NULL},
+    {"general.file_type", NULL},
+    {"general.license*", NULL},
+    {"general.url", NULL},
+    {"general.doi", NULL},
+    {"general.uuid", NULL},
+    {"general.repo_url", NULL},
+    {"general.source.*", NULL},
+    {"general.base_model.*", NULL},
+    {"general.dataset.*", NULL},
+    {"general.datasets", NULL},
+    {"general.tags", NULL},
+    {"general.languages", NULL},
+    {"general.sampling.*", NULL}, /* the program has its own options */
+    {"quantize.imatrix.*", NULL}, /* how the weights were made */
+    {"mradermacher.*", NULL},
+    {"split.count", "0|1"}, /* a file of several has not all tensors */
+    {"split.no", "0"},
+    {"split.tensors.count", NULL},
+    /* the network */
+    {".tensor_data_layout", "Meta AI original pth"},
+    {".use_parallel_residual", "0"},
+    {".expert_count", "0"},
+    {".expert_*", NULL}, /* there are none */
+    {".pooling_type", "0"},
+    {".logit_scale", "0|1"},
+    {".residual_scale", "0|1"},
+    {".embedding_scale", "0|1"},
+    {".attn_logit_softcapping", "0"},
+    {".final_logit_softcapping", "0"},
+    {".swin_norm", "0"},
+    {".attention.scale", "0"},
+    {".attention.causal", "1"},
+    {".attention.clamp_kqv", "0"},
+    {".attention.max_alibi_bias", "0"},
+    {".rope.scaling.finetuned", NULL},
+    {".rope.scaling.attn_factor", "1"},
+    {".rope.scaling.yarn_ext_factor", "1"},
+    {".rope.scaling.yarn_attn_factor", "1"},
+    {".rope.scaling.yarn_beta_fast", "32"},
+    {".rope.scaling.yarn_beta_slow", "1"},
+    {".rope.scaling.yarn_log_multiplier", "0"},
+    /* the tokenizer: tokens that plain text never has, and other programs' copies of the vocabulary */
+    {"tokenizer.ggml.add_eos_token", "0"},
+    {"tokenizer.ggml.add_sep_token", "0"},
+    {"tokenizer.ggml.remove_extra_whitespaces", "0"},
+    {"tokenizer.ggml.padding_token_id", NULL},
+    {"tokenizer.ggml.seperator_token_id", NULL}, /* as gguf.md spells it */
+    {"tokenizer.ggml.separator_token_id", NULL},
+    {"tokenizer.ggml.mask_token_id", NULL},
+    {"tokenizer.ggml.cls_token_id", NULL},
+    {"tokenizer.ggml.fim_*", NULL},
+    {"tokenizer.ggml.prefix_token_id", NULL},
+    {"tokenizer.ggml.suffix_token_id", NULL},
+    {"tokenizer.ggml.middle_token_id", NULL},
+    {"tokenizer.ggml.added_tokens", NULL},
+    {"tokenizer.huggingface.json", NULL},
+    {"tokenizer.rwkv.world", NULL},
+    {"tokenizer.chat_template.*", NULL}, /* the default one is tokenizer.chat_template */
+    {"tokenizer.chat_templates", NULL},
+};
+
+/* Whether the value of a key is one of those between bars. */
+static int llama_has_value(const llama_key *k, const char *values) {
+    llama_span text = k->value;
+    double number = 0;
+    const int is_number = llama_number(k, &number);
+    if (k->type == 8) text = llama_string(&text);
+    for (const char *end; *values; values = *end ? end + 1 : end) {
+        end = values + strcspn(values, "|");
+        const size_t n = (size_t)(end - values);
+        if (is_number && strtod(values, NULL) == number) return 1;
+        if (k->type == 8 && text.left == n && memcmp(text.p, values, n) == 0) return 1;
+    }
+    return 0;
+}
+
+/* Refuses a file with a key that this runner does not follow. Call it when everything else was read. */
+static int llama_check_keys(const llama_loader *l) {
+    const size_t rows = sizeof llama_idle_keys / sizeof *llama_idle_keys;
+    for (size_t i = 0; i < l->n_keys; i++) {
+        const llama_key *k = &l->keys[i];
+        size_t r = 0;
+        while (r < rows && !llama_key_is(l, k, llama_idle_keys[r].name)) r++;
+        if (k->used ||
+            (r < rows && (!llama_idle_keys[r].value || llama_has_value(k, llama_idle_keys[r].value))))
+            continue;
+        char shown[80];
+        llama_printable(&k->name, shown, sizeof shown);
+        for (size_t j = 0; j < i; j++)
+            if (l->keys[j].used && l->keys[j].name.left == k->name.left &&
+                memcmp(l->keys[j].name.p, k->name.p, k->name.left) == 0)
+                return llama_fail(l, "the file has the key %s twice", shown);
+        if (r == rows)
+            return llama_fail(
+                l, "the file has the key %s, which this runner does not know; it may change the results",
+                shown);
+        return llama_fail(l, "the key %s asks for something that this runner does not do; it takes %s", shown,
+                          llama_idle_keys[r].value);
+    }
+    return 1;
+}
+
 static size_t llama_strings_size(llama_span s,
                                  uint64_t n) { /* bytes of the next n strings and their lengths */
     const size_t before = s.left;
     while (n--) llama_string(&s);
     return before - s.left;
+}
+
+/* Byte pairs within words: how the text is cut into words. */
+static int llama_gguf_words(llama_loader *l) {
+    static const struct {
+        const char *name;
+        int digits, llama3_digits, whole_words, add_bos;
+    } rules[] = {{"gpt-2", 0, 0, 0, 0},    {"smollm", 1, 0, 0, 0}, {"llama-bpe", 0, 3, 1, 1},
+                 {"llama-v3", 0, 3, 1, 1}, {"llama3", 0, 3, 1, 1}, {"qwen2", 0, 1, 0, 0},
+                 {"default", 0, 0, 0, 0}}; /* the converter did not know it */
+    const size_t n = sizeof rules / sizeof *rules;
+    llama_model *m = l->m;
+    llama_span name = llama_get_string(l, "tokenizer.ggml.pre");
+    char shown[40];
+    size_t i = name.left ? 0 : n - 1;
+    while (m->bpe && i < n && name.left && !llama_is(&name, rules[i].name)) i++;
+    if (m->bpe && i == n)
+        return llama_fail(l, "tokenizer.ggml.pre '%s'; supported are gpt-2, smollm, llama-bpe and qwen2",
+                          llama_printable(&name, shown, sizeof shown));
+    if (m->bpe && i == n - 1)
+        snprintf(m->note, sizeof m->note,
+                 "the file does not say how its tokenizer finds words; GPT-2's rule is used");
+    if (m->bpe) {
+        m->digits = rules[i].digits;
+        m->llama3_digits = rules[i].llama3_digits;
+        m->whole_words = rules[i].whole_words;
+    }
+    return llama_get_int(l, "tokenizer.ggml.add_bos_token", m->bpe ? rules[i].add_bos : 1, &m->add_bos) &&
+           llama_get_int(l, "tokenizer.ggml.add_space_prefix", !m->bpe, &m->add_space);
+}
+
+static int llama_has_text(llama_span s, const char *text) {
+    const size_t n = strlen(text);
+    for (; s.left >= n; llama_take(&s, 1))
+        if (memcmp(s.p, text, n) == 0) return 1;
+    return 0;
+}
+
+/* Templates are programs of Jinja, which this runner does not run: it knows families of them by their marks. */
+static const llama_chat llama_chats[] = {
+    {"ChatML",
+     {"<|im_start|>", ""},
+     "<|im_sep|>",
+     {"<|im_start|>", "<|im_end|>", NULL},
+     "<|im_start|>user\n",
+     "<|im_end|>\n<|im_start|>assistant\n",
+     "<|im_end|>\n"},
+    {"Llama 3's",
+     {"<|start_header_id|>", ""},
+     "<|header_start|>",
+     {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+     "<|start_header_id|>user<|end_header_id|>\n\n",
+     "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+     "<|eot_id|>"},
+    /* Zephyr's marks of roles are plain text, so a user can write them; only the ends of turns are safe */
+    {"Zephyr's",
+     {"<|user|>", "eos_token"},
+     "<|end|>",
+     {NULL, NULL, NULL},
+     "<|user|>\n",
+     "{eos}\n<|assistant|>\n",
+     "{eos}\n"},
+};
+
+/* Sets m->chat or m->chat_fault. */
+static void llama_find_chat(llama_model *m, llama_span text) {
+    static const char *const others[][2] = {{"<start_of_turn>", "Gemma's"},
+                                            {"<|im_sep|>", "Phi 4's"},
+                                            {"<|end|>", "Phi 3's"},
+                                            {"<|header_start|>", "Llama 4's"},
+                                            {"[INST]", "Llama 2's or Mistral's"},
+                                            {"### Instruction", "Alpaca's"},
+                                            {"<|start_of_role|>", "Granite's"},
+                                            {"<\xef\xbd\x9cUser\xef\xbd\x9c>", "DeepSeek's"}};
+    const char *name = "unknown", *missing = NULL;
+    const llama_chat *chat = NULL;
+    for (size_t i = 0; !chat && i < sizeof llama_chats / sizeof *llama_chats; i++) {
+        const llama_chat *c = &llama_chats[i];
+        if (llama_has_text(text, c->marks[0]) && llama_has_text(text, c->marks[1]) &&
+            !llama_has_text(text, c->lacks))
+            chat = c;
+    }
+    for (size_t i = 0; !chat && i < sizeof others / sizeof *others; i++) {
+        if (!llama_has_text(text, others[i][0])) continue;
+        name = others[i][1];
+        break;
+    }
+    if (chat && strstr(chat->after, "{eos}") && m->eos < 0) missing = "EOS";
+    for (int i = 0; chat && i < 3 && chat->tokens[i]; i++) {
+        int token = 0;
+        while (token < m->vocab &&
+               (m->entries[token].len != (int)strlen(chat->tokens[i]) ||
+                memcmp(m->entries[token].text, chat->tokens[i], strlen(chat->tokens[i])) != 0))
+            token++;
+        if (token == m->vocab) missing = chat->tokens[i];
+        else llama_make_control(m, token);
+    }
+    if (missing)
+        snprintf(m->chat_fault, sizeof m->chat_fault,
+                 "the chat template is %s, and the vocabulary has no token %s", chat->name, missing);
+    else if (chat) m->chat = chat;
+    else if (text.left)
+        snprintf(m->chat_fault, sizeof m->chat_fault,
+                 "the chat template is %s; supported are ChatML, Llama 3's and Zephyr's", name);
+}
+
+/* Finds tokens that plain text never gives, and the chat template. */
+static int llama_gguf_special(llama_loader *l) {
+    llama_model *m = l->m;
+    int turn_end, message_end;
+    if (!llama_get_token(l, "tokenizer.ggml.bos_token_id", &m->bos) ||
+        !llama_get_token(l, "tokenizer.ggml.eos_token_id", &m->eos) ||
+        !llama_get_token(l, "tokenizer.ggml.unknown_token_id", &m->unknown) ||
+        !llama_get_token(l, "tokenizer.ggml.eot_token_id", &turn_end) ||
+        !llama_get_token(l, "tokenizer.ggml.eom_token_id", &message_end))
+        return 0;
+    llama_make_control(m, m->bos);
+    llama_make_control(m, m->eos);
+    llama_make_control(m, turn_end);
+    llama_make_control(m, message_end);
+    llama_find_chat(m, llama_get_string(l, "tokenizer.chat_template"));
+    /* text without tokens must not become a control token either: then it is left out */
+    if (m->unknown >= 0 && m->entries[m->unknown].kind == LLAMA_CONTROL) m->unknown = -1;
+    return 1;
 }
 
 static int llama_gguf_tokenizer(llama_loader *l) {
@@ -872,6 +1273,8 @@ static int llama_gguf_tokenizer(llama_loader *l) {
         !llama_get_array(l, "tokenizer.ggml.token_type", 5, &n, &kinds) ||
         !llama_get_array(l, "tokenizer.ggml.merges", 8, &n_merges, &merges))
         return 0;
+    if (m->bpe && !n_merges)
+        return llama_fail(l, "tokenizer.ggml.merges is missing, and gpt2's tokenizer needs it");
     if (!m->bpe) n_merges = 0;
     if (n_merges > 1 << 22) return llama_fail(l, "%lu merges cannot be", (unsigned long)n_merges);
     m->vocab = (int)n;
@@ -901,21 +1304,74 @@ static int llama_gguf_tokenizer(llama_loader *l) {
         e->len += e[1].len;
         e->score = -(float)i;
     }
-    m->bos = llama_get_token(l, "tokenizer.ggml.bos_token_id");
-    m->eos = llama_get_token(l, "tokenizer.ggml.eos_token_id");
-    m->unknown = llama_get_token(l, "tokenizer.ggml.unknown_token_id");
-    if (!llama_get_int(l, "tokenizer.ggml.add_bos_token", !m->bpe, &m->add_bos) ||
-        !llama_get_int(l, "tokenizer.ggml.add_space_prefix", !m->bpe, &m->add_space))
+    return llama_gguf_words(l) && llama_gguf_special(l) && llama_index_entries(l);
+}
+
+static int llama_gguf_sizes(llama_loader *l) {
+    llama_model *m = l->m;
+    int vocab, window;
+    if (!llama_get_int(l, ".block_count", -1, &m->n_layers) ||
+        !llama_get_int(l, ".embedding_length", -1, &m->dim) ||
+        !llama_get_int(l, ".feed_forward_length", -1, &m->ffn_dim) ||
+        !llama_get_int(l, ".context_length", 2048, &m->context) ||
+        !llama_get_int(l, ".vocab_size", m->vocab, &vocab) ||
+        !llama_get_int(l, ".attention.head_count", -1, &m->n_heads) ||
+        !llama_get_int(l, ".attention.head_count_kv", m->n_heads, &m->n_kv_heads) ||
+        !llama_get_int(l, ".attention.key_length", m->dim / (m->n_heads ? m->n_heads : 1), &m->head_dim) ||
+        !llama_get_int(l, ".attention.value_length", m->head_dim, &m->v_head_dim) ||
+        !llama_get_int(l, ".attention.sliding_window", 0, &window) ||
+        !llama_get_float(l, ".attention.layer_norm_rms_epsilon", 1e-5f, &m->eps))
         return 0;
-    text = llama_get_string(l, "tokenizer.ggml.pre");
-    m->digits = llama_is(&text, "smollm");
-    if (m->bpe && !m->digits && !llama_is(&text, "gpt-2") && !llama_is(&text, "default"))
-        snprintf(m->note, sizeof m->note, "unknown pre-tokenizer '%s'; gpt-2's is used",
-                 llama_printable(&text, shown, sizeof shown));
-    text = llama_get_string(l, "tokenizer.chat_template");
-    for (; text.left >= 12 && !m->chat; llama_take(&text, 1))
-        m->chat = memcmp(text.p, "<|im_start|>", 12) == 0;
-    return llama_index_entries(l);
+    if (vocab != m->vocab)
+        return llama_fail_key(l, ".vocab_size", "is not the number of tokens in tokenizer.ggml.tokens");
+    if (window > 0 && window < m->context)
+        return llama_fail_key(l, ".attention.sliding_window",
+                              "is shorter than the context: no layer here has a window");
+    return 1;
+}
+
+/* RoPE and its scaling. A factor without a type is that of linear scaling, as in llama.cpp. */
+static int llama_gguf_rope(llama_loader *l) {
+    llama_model *m = l->m;
+    float factor, old;
+    int trained;
+    char shown[64];
+    llama_span type = llama_get_string(l, ".rope.scaling.type");
+    if (!llama_get_int(l, ".rope.dimension_count", m->head_dim, &m->rope_dim) ||
+        !llama_get_float(l, ".rope.freq_base", 10000.0f, &m->rope_theta) ||
+        !llama_get_float(l, ".rope.scale_linear", 1.0f, &old) || /* files of 2023 */
+        !llama_get_float(l, ".rope.scaling.factor", old, &factor) ||
+        !llama_get_int(l, ".rope.scaling.original_context_length", m->context, &trained))
+        return 0;
+    if (llama_is(&type, "none")) return 1;
+    if (llama_is(&type, "yarn")) {
+        if (factor < 1.0f)
+            return llama_fail_key(l, ".rope.scaling.factor", "is below 1, which YaRN cannot be");
+        m->rope_yarn = factor;
+        m->context = trained;
+    } else if (type.left == 0 || llama_is(&type, "linear")) {
+        m->rope_linear = factor > 1.0f || factor < 1.0f ? factor : 0;
+    } else {
+        return llama_fail(l, "RoPE scaling '%s' is not supported; linear and yarn are",
+                          llama_printable(&type, shown, sizeof shown));
+    }
+    return 1;
+}
+
+/* Llama 3.1 divides the frequency of each pair by a factor. */
+static int llama_gguf_factors(llama_loader *l) {
+    llama_model *m = l->m;
+    float row[TKV_MAX_HEAD_DIM];
+    if (!llama_find_item(l, "rope_freqs.weight")) return 1;
+    if (!llama_get_tensor(l, "rope_freqs.weight", 1, m->rope_dim / 2, &m->rope_factors)) return 0;
+    llama_row(&m->rope_factors, 0, row);
+    for (int i = 0; i < m->rope_dim / 2; i++) {
+        uint32_t bits;
+        memcpy(&bits, &row[i], sizeof bits);
+        if (bits == 0 || bits >= 0x7f800000)
+            return llama_fail(l, "tensor rope_freqs.weight has a factor that is not a positive float");
+    }
+    return 1;
 }
 
 static int llama_load_gguf(llama_loader *l, llama_span file) {
@@ -926,24 +1382,9 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
     if (!llama_is(&text, "llama"))
         return llama_fail(l, "architecture '%s'; only llama is supported",
                           llama_printable(&text, shown, sizeof shown));
-    if (!llama_gguf_tokenizer(l) || !llama_get_int(l, "llama.block_count", -1, &m->n_layers) ||
-        !llama_get_int(l, "llama.embedding_length", -1, &m->dim) ||
-        !llama_get_int(l, "llama.feed_forward_length", -1, &m->ffn_dim) ||
-        !llama_get_int(l, "llama.context_length", 2048, &m->context) ||
-        !llama_get_int(l, "llama.attention.head_count", -1, &m->n_heads) ||
-        !llama_get_int(l, "llama.attention.head_count_kv", m->n_heads, &m->n_kv_heads) ||
-        !llama_get_int(l, "llama.attention.key_length", m->dim / (m->n_heads ? m->n_heads : 1),
-                       &m->head_dim) ||
-        !llama_get_int(l, "llama.attention.value_length", m->head_dim, &m->v_head_dim) ||
-        !llama_get_int(l, "llama.rope.dimension_count", m->head_dim, &m->rope_dim) ||
-        !llama_get_float(l, "llama.rope.freq_base", 10000.0f, &m->rope_theta) ||
-        !llama_get_float(l, "llama.attention.layer_norm_rms_epsilon", 1e-5f, &m->eps) ||
-        !llama_check_sizes(l))
+    l->arch = text;
+    if (!llama_gguf_tokenizer(l) || !llama_gguf_sizes(l) || !llama_gguf_rope(l) || !llama_check_sizes(l))
         return 0;
-    text = llama_get_string(l, "llama.rope.scaling.type");
-    if (text.left && !llama_is(&text, "none"))
-        return llama_fail(l, "RoPE scaling '%s' is not supported",
-                          llama_printable(&text, shown, sizeof shown));
     if (!llama_get_tensor(l, "token_embd.weight", m->vocab, m->dim, &m->embedding) ||
         !llama_get_tensor(l, "output_norm.weight", 1, m->dim, &m->final_norm))
         return 0;
@@ -951,9 +1392,7 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
     if (llama_find_item(l, "output.weight") &&
         !llama_get_tensor(l, "output.weight", m->vocab, m->dim, &m->head))
         return 0;
-    if (llama_find_item(l, "rope_freqs.weight") && /* Llama 3.1: divides each pair's frequency */
-        !llama_get_tensor(l, "rope_freqs.weight", 1, m->rope_dim / 2, &m->rope_factors))
-        return 0;
+    if (!llama_gguf_factors(l)) return 0;
     m->layers = (llama_layer *)calloc((size_t)m->n_layers, sizeof *m->layers);
     if (!m->layers) return llama_fail(l, "out of memory for %d layers", m->n_layers);
     for (int layer = 0; layer < m->n_layers; layer++) {
@@ -968,7 +1407,7 @@ static int llama_load_gguf(llama_loader *l, llama_span file) {
         if (!l->items[i].used)
             return llama_fail(l, "tensor %s has no place in a plain Llama",
                               llama_printable(&l->items[i].name, shown, sizeof shown));
-    return 1;
+    return llama_check_keys(l);
 }
 
 /* >>llama2.c. A checkpoint has seven int32, then all tensors as float32; each kind has all layers in a row. */
@@ -1062,18 +1501,7 @@ static inline int llama_load_memory(const void *data, size_t size, const void *t
 }
 
 static void *llama_read_file(const char *path, size_t *size) { /* NULL: the file cannot be read */
-    FILE *f = fopen(path, "rb");
-    void *data = NULL;
-    long n = -1;
-    if (f && fseek(f, 0, SEEK_END) == 0) n = ftell(f);
-    if (n >= 0 && n < LONG_MAX && fseek(f, 0, SEEK_SET) == 0) data = malloc((size_t)n + 1);
-    *size = data ? fread(data, 1, (size_t)n, f) : 0;
-    if (data && *size != (size_t)n) {
-        free(data);
-        data = NULL;
-    }
-    if (f) fclose(f);
-    return data;
+    return read_file(path, size);
 }
 
 /* Loads a model from a file. The tokenizer of a llama2.c checkpoint is tokenizer_path. If that is NULL, it is
@@ -1124,12 +1552,14 @@ static uint64_t llama_add_to_checksum(uint64_t sum, const void *data, size_t siz
  * may be changed after it. It finds accidents, such as a file of another model; it stops no attacker. Cost: O(bytes of
  * the files). */
 static inline uint64_t llama_checksum(const llama_model *m) {
-    uint32_t theta, yarn;
+    uint32_t theta, yarn, linear;
     memcpy(&theta, &m->rope_theta, sizeof theta);
     memcpy(&yarn, &m->rope_yarn, sizeof yarn);
+    memcpy(&linear, &m->rope_linear, sizeof linear);
     uint64_t sum = llama_add_to_checksum((uint64_t)m->file_size, m->file, m->file_size);
     sum = llama_add_to_checksum(sum ^ (uint64_t)m->tokenizer_size, m->tokenizer_file, m->tokenizer_size);
-    return (sum ^ theta) * 0x9e3779b97f4a7c15u + (uint64_t)m->rope_halves + 2 * (uint64_t)yarn;
+    return (sum ^ theta) * 0x9e3779b97f4a7c15u + (uint64_t)m->rope_halves + 2 * (uint64_t)yarn +
+           4 * (uint64_t)linear;
 }
 
 /* >>forward */
@@ -1146,6 +1576,7 @@ static inline double llama_frequency(const llama_model *m, const float *factors,
     const double d = (double)m->rope_dim, base = (double)m->rope_theta;
     double f = pow(base, -2.0 * (double)j / d), kept;
     if (m->rope_factors.data) f /= (double)factors[j];
+    if (m->rope_linear > 0) f /= (double)m->rope_linear;
     if (m->rope_yarn <= 1.0f) return f;
     const double turns = (double)m->context / 6.283185307179586, per_pair = d / (2.0 * log(base));
     double first = floor(per_pair * log(turns / 32.0)), last = ceil(per_pair * log(turns));
@@ -1310,7 +1741,9 @@ static inline void llama_kv_config(const llama_model *m, tkv_config *cfg) { /* s
     cfg->model.n_kv_heads = m->n_kv_heads;
     cfg->model.head_dim = m->head_dim;
     cfg->model.v_head_dim = m->v_head_dim;
-    if (m->rope_factors.data || m->rope_yarn > 1.0f || !(m->rope_theta >= 2 && m->rope_theta <= 1e9f)) return;
+    if (m->rope_factors.data || m->rope_yarn > 1.0f || m->rope_linear > 0 ||
+        !(m->rope_theta >= 2 && m->rope_theta <= 1e9f))
+        return;
     cfg->model.rope.dim = m->rope_dim; /* KVQUANT formats undo RoPE before coding */
     cfg->model.rope.base = m->rope_theta;
     cfg->model.rope.interleaved = !m->rope_halves;

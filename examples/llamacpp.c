@@ -19,6 +19,7 @@
 
 #include "measure.h"
 #include "plan.h"
+#include "read_file.h"
 
 #include <llama.h>
 #include <stdarg.h>
@@ -391,13 +392,11 @@ static void add_plan(const char *text, int *n_runs) {
 static void read_tokens(const char *path, int first) {
     const struct llama_vocab *vocab = llama_model_get_vocab(all.model);
     const int bos = llama_vocab_get_add_bos(vocab), wanted = all.n + 1 - bos;
-    FILE *f = fopen(path, "rb");
-    const long size = f && fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
-    if (size < 0 || size > 1 << 28) fail("cannot read %s", path);
-    rewind(f);
-    char *text = (char *)allocate((size_t)size, 1);
-    int *tokens = (int *)allocate((size_t)size + 16, sizeof *tokens);
-    if (fread(text, 1, (size_t)size, f) != (size_t)size) fail("cannot read %s", path);
+    size_t size;
+    char *text = (char *)read_file(path, &size);
+    if (!text) fail("cannot read %s", path);
+    if (size > 1 << 28) fail("%s has %.0f bytes, and a text has at most 2^28", path, (double)size);
+    int *tokens = (int *)allocate(size + 16, sizeof *tokens);
     const int n = llama_tokenize(vocab, text, (int)size, tokens, (int)size + 16, false, false);
     if (n < 0 || first > n - wanted) fail("--window %d:%d: the text has %d tokens", first, all.n, n);
     all.vocab = llama_vocab_n_tokens(vocab);
@@ -406,7 +405,6 @@ static void read_tokens(const char *path, int first) {
     memcpy(all.tokens + bos, tokens + first, (size_t)wanted * sizeof *tokens);
     free(tokens);
     free(text);
-    fclose(f);
 }
 
 static void load_model(const char *path, const char *backends) {

@@ -104,7 +104,7 @@ static inline const char *pair_name(const tkv_format_pair *p, char *buf, size_t 
     "  -z FILE            tokenizer.bin of a llama2.c model\n"                                               \
     "  --tables FILE      loads tables that calibrate wrote\n"                                               \
     "  --theta X          base of RoPE (the model's)\n"                                                      \
-    "  --yarn X           YaRN: RoPE for X times the model's context (1)\n"                                  \
+    "  --yarn X           YaRN: RoPE for X times the model's context (the model's)\n"                        \
     "  --rope-halves      RoPE rotates the pairs of channels (i, i + d/2)\n"                                 \
     "  --isa NAME         instruction set: auto, scalar, avx2, avx512, neon or wasm (auto)\n"
 
@@ -214,7 +214,7 @@ static inline void load(const options *o, llama_model *m, tkv_config *cfg) {
     if (m->note[0]) fprintf(stderr, PROGRAM ": %s\n", m->note);
     if (o->theta > 0) m->rope_theta = o->theta;
     m->rope_halves = o->rope_halves;
-    m->rope_yarn = o->yarn;
+    if (o->yarn > 0) m->rope_yarn = o->yarn;
     llama_kv_config(m, cfg);
 #ifdef _OPENMP
     cfg->host.parallel_for = run_by_openmp;
@@ -296,6 +296,12 @@ static inline uint64_t rng_seed(const options *o) {
 }
 
 /* >>prompt */
+/* Whether the model talks by its chat template. Without --raw, a template that the runner does not know ends the program. */
+static inline int is_chat(const llama_model *m, const options *o) {
+    if (!o->raw && m->chat_fault[0]) fail("%s; --raw continues the text without a template", m->chat_fault);
+    return m->chat && !o->raw;
+}
+
 /* Reads the prompt, tokenizes it into *tokens and returns the number of tokens. The caller frees the array, which has
  * space for `more` further tokens. If the prompt has more than `most` tokens, its middle is left out. show: prints
  * the end of the prompt. */
@@ -304,7 +310,7 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
     static const char default_text[] = "Once upon a time";
     static const char default_question[] =
         "Tell me a story about a lighthouse keeper who finds a message in a bottle.";
-    const int chat = m->chat && !o->raw, tail = most < 64 ? most / 2 : 32;
+    const int chat = is_chat(m, o), tail = most < 64 ? most / 2 : 32;
     const char *prompt = o->prompt ? o->prompt : chat ? default_question : default_text;
     size_t size = strlen(prompt), shown;
     char *file = NULL;
@@ -314,12 +320,8 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
         if (size > 1 << 30) fail("%s is longer than any context", o->file);
         prompt = file;
     }
-    char *text = (char *)allocate(size + 64, 1);
-    memcpy(text, "<|im_start|>user\n", 17);
-    memcpy(text + 17, prompt, size);
-    memcpy(text + 17 + size, "<|im_end|>\n<|im_start|>assistant\n", 33);
-    int *out = (int *)allocate(size + 64 + (size_t)more, sizeof *out);
-    int n = chat ? llama_tokenize(m, text, size + 50, LLAMA_SPECIAL, out)
+    int *out = (int *)allocate(size + LLAMA_TURN + (size_t)more, sizeof *out);
+    int n = chat ? llama_tokenize_turn(m, prompt, size, 1, out)
                  : llama_tokenize(m, prompt, size, m->add_bos ? LLAMA_BOS : 0, out);
     if (n == 0 && m->bos >= 0) out[n++] = m->bos;
     if (n == 0) fail("the prompt is empty; give one with -p or -f");
@@ -340,7 +342,6 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
         fflush(stdout);
     }
     *tokens = out;
-    free(text);
     free(file);
     return n;
 }
@@ -348,7 +349,7 @@ static inline int read_prompt(const llama_model *m, const options *o, int most, 
 /* >>files */
 static inline save_file begin_file(const char *path) {
     save_file f;
-    if (save_file_begin(&f, path) != 0) fail("cannot write %s.new: %s", path, strerror(errno));
+    if (save_file_begin(&f, path) != 0) fail("cannot write %s: %s", path, strerror(errno));
     return f;
 }
 

@@ -258,6 +258,8 @@ int fsync(int fd) {
     if (disk.files[fd].is_directory) settle_renames();
     else if (real_fstat(fd, &s) == 0) {
         disk.files[fd].flushed = s.st_size;
+        for (int i = 0; i < MOST_FILES; i++) /* other descriptors of the file */
+            if (disk.files[i].inode == s.st_ino) disk.files[i].flushed = s.st_size;
         for (int i = 0; i < disk.n_closed; i++)
             if (disk.closed[i].inode == s.st_ino) disk.closed[i].flushed = s.st_size;
     }

@@ -52,6 +52,16 @@ static inline void put_key_string(file_bytes *b, const char *key, const char *v)
     put_string(b, v);
 }
 
+static inline void put_key_number(file_bytes *b, const char *key, int type, double v) { /* a type of GGUF */
+    static const int sizes[13] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    uint64_t bits = (uint64_t)(int64_t)v;
+    if (type == 12) memcpy(&bits, &v, sizeof bits);
+    put_string(b, key);
+    put_int(b, (uint64_t)type, 4);
+    if (type == 6) put_float(b, (float)v);
+    else put_int(b, bits, sizes[type]);
+}
+
 static inline void put_key_array(file_bytes *b, const char *key, int type, int n) {
     put_string(b, key);
     put_int(b, 9, 4);
@@ -104,6 +114,10 @@ typedef struct file_spec { /* contents of a file to build */
     int bpe, rope_halves;  /* rope_halves: rows of wq and wk are in the order of RoPE over (i, i + d/2) */
     int types[LLAMA_PARTS], head_type;
     uint64_t seed;
+    const file_bytes *more; /* NULL, or n_more keys behind the others */
+    int n_more;
+    const char *pre;     /* NULL, or the name of another pre-tokenizer than smollm; "": the key is missing */
+    const char *factors; /* NULL, or the bytes of rope_freqs.weight: HEAD / 2 floats */
 } file_spec;
 
 /* A weight of at most 0.3, which depends on the tensor, row and column only. */
@@ -166,8 +180,8 @@ static inline void build_gguf(file_bytes *b, const file_spec *p) {
     b->n = 0;
     put(b, "GGUF", 4);
     put_int(b, 3, 4);
-    put_int(b, 3 + LAYERS * PARTS, 8);
-    put_int(b, p->bpe ? 19 : 17, 8);
+    put_int(b, (uint64_t)(3 + LAYERS * PARTS + (p->factors != NULL)), 8);
+    put_int(b, (uint64_t)((!p->bpe ? 17 : p->pre && !*p->pre ? 18 : 19) + p->n_more), 8);
     put_key_string(b, "general.architecture", "llama");
     put_key_int(b, "general.alignment", 32);
     put_key_int(b, "llama.block_count", LAYERS);
@@ -193,8 +207,9 @@ static inline void build_gguf(file_bytes *b, const file_spec *p) {
     if (p->bpe) {
         put_key_array(b, "tokenizer.ggml.merges", 8, MERGES);
         for (i = 0; i < MERGES; i++) put_string(b, bpe_merges[i]);
-        put_key_string(b, "tokenizer.ggml.pre", "smollm");
+        if (!p->pre || *p->pre) put_key_string(b, "tokenizer.ggml.pre", p->pre ? p->pre : "smollm");
     }
+    if (p->more) put(b, p->more->p, p->more->n);
     put_tensor_info(b, "token_embd.weight", VOCAB, DIM, p->head_type, &offset);
     put_tensor_info(b, "output_norm.weight", 1, DIM, LLAMA_F32, &offset);
     put_tensor_info(b, "output.weight", VOCAB, DIM, p->head_type, &offset);
@@ -204,6 +219,7 @@ static inline void build_gguf(file_bytes *b, const file_spec *p) {
         put_tensor_info(b, name, llama_size(&shape, llama_parts[t].rows),
                         llama_size(&shape, llama_parts[t].cols), p->types[t], &offset);
     }
+    if (p->factors) put_tensor_info(b, "rope_freqs.weight", 1, HEAD / 2, LLAMA_F32, &offset);
     while (b->n % 32) put_int(b, 0, 1);
     put_tensor(b, p, 100, p->head_type, VOCAB, DIM);
     put_tensor(b, p, 101, LLAMA_F32, 1, DIM);
@@ -213,6 +229,7 @@ static inline void build_gguf(file_bytes *b, const file_spec *p) {
         put_tensor(b, p, i / PARTS * 16 + t, p->types[t], llama_size(&shape, llama_parts[t].rows),
                    llama_size(&shape, llama_parts[t].cols));
     }
+    if (p->factors) put(b, p->factors, HEAD / 2 * sizeof(float));
     CHECK_LE(b->n + 1, sizeof b->p);
 }
 

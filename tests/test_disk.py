@@ -5,12 +5,19 @@ ends well. What was acknowledged is there afterwards, in the old file or in the 
 The faults: EIO, a full disk that stays full, a short count, a kill, a power cut that loses what was not flushed, a disk that cannot be written.
 One in twenty calls that write and read is tried, with one of four power cuts; TKV_TEST_LONG=1 (make soak) tries all."""
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
+
+try:
+    import fcntl
+except ImportError:
+    pass  # not Linux: all is skipped
 
 sys.dont_write_bytecode = True
 import results
@@ -136,7 +143,7 @@ class Saves(Disk):
     def test_a_file_that_is_replaced(self):
         n, calls = self.check_faults("save")
         self.assertEqual([c for c in calls if c not in ("read", "write")],
-                         ["open", "close"] + 3 * ["make", "flush", "close", "rename", "open", "flush", "close"])
+                         ["open", "close"] + 3 * ["make", "measure", "make", "flush", "close", "rename", "close", "open", "flush", "close"])
         print("save, %d calls: %s; %d runs" % (len(calls), ", ".join("%d %s" % (v, k) for k, v in n.items()), self.n_runs))
 
     def test_a_journal(self):
@@ -173,6 +180,61 @@ class Saves(Disk):
             self.begin(old)
             self.run_steps("save", 3, "EIO", at)
             self.assertEqual(os.listdir(self.place), ["talk.tkv"], at)
+
+
+class Savers(Disk):
+    """Two programs that save to one path at once, each of them its own conversation."""
+
+    ROUNDS = 30
+    TURNS = 30
+
+    def new_files(self):
+        return [name for name in os.listdir(self.place) if name.endswith(".new")]
+
+    def start_both(self):
+        return [subprocess.Popen([self.program, "save", self.path, str(self.TURNS)], stdout=subprocess.PIPE) for _ in range(2)]
+
+    def test_both_end_well(self):
+        for _ in range(self.ROUNDS // 3):
+            self.begin({})
+            for run in self.start_both():
+                text = run.communicate(timeout=120)[0].decode()
+                self.assertEqual((run.returncode, len(self.numbers("saved", text))), (0, self.TURNS), text)
+            self.assertEqual(self.new_files(), [])
+            self.assertEqual(self.run_steps("save", 0)[0], 0)
+
+    def test_both_are_killed(self):
+        self.assertEqual(self.run_steps("save", 3)[0], 0)
+        old, left = {"talk.tkv": self.read()}, 0
+        rng = random.Random(57)
+        for i in range(self.ROUNDS):
+            self.begin(old)
+            runs = self.start_both()
+            time.sleep(rng.uniform(0.002, 0.05))
+            for run in runs:
+                run.kill()
+                run.communicate(timeout=120)
+            self.assertLessEqual(len(self.new_files()), 2)
+            left += len(self.new_files())
+            status, text = self.run_steps("save", 0)
+            self.assertEqual(status, 0, (i, text))
+            self.assertIn(self.numbers("has", text)[0], range(3, 3 + self.TURNS + 1))
+            self.assertEqual(self.run_steps("save", 1)[0], 0)
+            self.assertEqual(self.new_files(), [])  # a save removes what killed ones left
+        self.assertGreater(left, 0)
+        print("%d kills of two savers left %d new files, which the next save removed" % (self.ROUNDS, left))
+
+    def test_files_of_others_stay(self):
+        """Only names that a save gives are removed, and no directory, link or locked file."""
+        names = ["talk.tkv.new", "talk.tkv.0123456.new", "talk.tkv.012345678.new", "talk.tkv.0123456g.new", "talk.tkv.01234567.newer",
+                 "other.tkv.01234567.new", "xtalk.tkv.01234567.new"]
+        self.begin({name: b"x" for name in names + ["talk.tkv.aaaaaaaa.new", "talk.tkv.bbbbbbbb.new", "target"]})
+        os.mkdir(os.path.join(self.place, "talk.tkv.cccccccc.new"))
+        os.symlink("target", os.path.join(self.place, "talk.tkv.dddddddd.new"))
+        with open(os.path.join(self.place, "talk.tkv.bbbbbbbb.new"), "rb") as f:
+            fcntl.flock(f, fcntl.LOCK_EX)
+            self.assertEqual(self.run_steps("save", 1)[0], 0)
+        self.assertEqual(sorted(os.listdir(self.place)), sorted(names + ["target", "talk.tkv"] + ["talk.tkv.%s.new" % (8 * c) for c in "bcd"]))
 
 
 class Reads(Disk):

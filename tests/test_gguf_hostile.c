@@ -9,6 +9,8 @@
  */
 #include "gguf_files.h"
 
+#include <time.h>
+
 static file_bytes file, token_file;
 
 /* >>valid files */
@@ -177,6 +179,382 @@ TEST(tokenizers) {
     llama_free(&m);
 }
 
+/* Words are those that Python's regex module finds with the pattern above llama_word_llama3. */
+TEST(words_of_llama3) {
+    static const struct {
+        const char *text;
+        int digits;
+        size_t words[12]; /* bytes of each; 0 ends */
+    } rows[] = {{"I'LL we'veX 12345 a", 3, {1, 3, 3, 3, 1, 1, 3, 2, 2}},
+                {"x  \r\n\n  y?!\n\n z\t\tq ", 3, {1, 5, 1, 2, 4, 2, 1, 2, 1}},
+                {"#x  3 .\n'", 3, {2, 1, 1, 1, 3, 1}},
+                {"  a   ", 3, {1, 2, 3}},
+                {"\303\251t\303\251\342\200\224ok \342\202\2545", 3, {5, 5, 4, 1}},
+                {"a123", 1, {1, 1, 1, 1}}};
+    size_t i, k, at;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const size_t n = strlen(rows[i].text);
+        for (at = k = 0; at < n; k++) {
+            const size_t word = llama_word_llama3(rows[i].text + at, n - at, rows[i].digits);
+            CHECK_MSG(word == rows[i].words[k], "\"%s\", word %d: %d bytes", rows[i].text, (int)k, (int)word);
+            if (word == 0) break;
+            at += word;
+        }
+        CHECK_EQ(rows[i].words[k], 0);
+    }
+}
+
+/* >>large files: beyond 2 GiB and 4 GiB, where a `long` of Windows and an unsigned one end */
+static int seek_to(FILE *f, uint64_t at) {
+#ifdef _WIN32
+    return _fseeki64(f, (int64_t)at, SEEK_SET);
+#else
+    return at > LONG_MAX ? -1 : fseek(f, (long)at, SEEK_SET);
+#endif
+}
+
+TEST(sizes_of_large_files) {
+    static const uint64_t sizes[] = {0, 1, 0x7fffffff, 0x80000000u, 0xfffffffeu, 0xffffffffu, 0x140000001u};
+    const char *dir = getenv("TMPDIR");
+    char name[512];
+    size_t i;
+    snprintf(name, sizeof name, "%s/tieredkv-large-%u", dir && *dir ? dir : ".", (unsigned)time(NULL));
+    if (sizeof(size_t) == 4) SKIP("a process of 32 bits");
+    for (i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        FILE *f = fopen(name, "wb"); /* with a hole, which takes no space */
+        REQUIRE(f != NULL);
+        if (sizes[i]) CHECK_EQ(seek_to(f, sizes[i] - 1), 0);
+        if (sizes[i]) CHECK_EQ(fputc('x', f), 'x');
+        CHECK_EQ(fclose(f), 0);
+        f = fopen(name, "rb");
+        REQUIRE(f != NULL);
+        const int64_t size = read_file_size(f);
+        CHECK_MSG(size == (int64_t)sizes[i], "%.0f bytes: %.0f", (double)sizes[i], (double)size);
+        CHECK_EQ(fgetc(f), sizes[i] == 0 ? EOF : sizes[i] == 1 ? 'x' : 0); /* it is at the beginning */
+        CHECK_EQ(fclose(f), 0);
+        if (sizes[i] > 1) continue;
+        size_t n = 77;
+        char *bytes = (char *)llama_read_file(name, &n);
+        CHECK(bytes && n == sizes[i] && (n == 0 || *bytes == 'x'));
+        free(bytes);
+    }
+    (void)remove(name);
+    size_t n = 77;
+    CHECK(llama_read_file(name, &n) == NULL && n == 0);
+}
+
+/* >>keys. Files with one more key, or two. */
+static file_bytes more;
+
+/* Loads the file with the keys in `more` and runs it. */
+static int try_keys(int bpe, int n, char *err, size_t size, float *logits) {
+    file_spec p = make_mixed_spec(bpe);
+    p.more = &more;
+    p.n_more = n;
+    build_gguf(&file, &p);
+    return try_file(file.p, file.n, NULL, 0, err, size, logits);
+}
+
+enum { OF_I32 = 5, OF_U32 = 4, OF_F32 = 6, OF_BOOL = 7, OF_STRING = 8, OF_I64 = 11, OF_F64 = 12 };
+enum { SAME, OTHER, NOT_LOADED };
+
+/* What a file means with one more key. The words of a refusal have the key's name, and what stands here. */
+static const struct {
+    const char *key;
+    int type;
+    double number;
+    const char *text; /* of a string; of a refusal's words */
+    int expected;
+} keys[] = {
+    {"general.name", OF_STRING, 0, "a name", SAME},
+    {"general.base_model.0.name", OF_STRING, 0, "a base", SAME},
+    {"general.license.link", OF_STRING, 0, "a link", SAME},
+    {"general.type", OF_STRING, 0, "model", SAME},
+    {"general.type", OF_STRING, 0, "adapter", NOT_LOADED},
+    {"general.quantization_version", OF_U32, 2, NULL, SAME},
+    {"general.quantization_version", OF_U32, 1, "takes 2", NOT_LOADED},
+    {"general.what_is_this", OF_U32, 1, "does not know", NOT_LOADED},
+    {"what.is_this", OF_U32, 1, "does not know", NOT_LOADED},
+    {"quantize.imatrix.entries_count", OF_I32, 7, NULL, SAME},
+    {"split.count", OF_U32, 2, "takes 0|1", NOT_LOADED},
+    {"llama.vocab_size", OF_U32, VOCAB, NULL, SAME},
+    {"llama.vocab_size", OF_U32, VOCAB + 1, "number of tokens", NOT_LOADED},
+    {"llama.expert_count", OF_U32, 0, NULL, SAME},
+    {"llama.expert_count", OF_U32, 8, "takes 0", NOT_LOADED},
+    {"llama.expert_used_count", OF_U32, 2, NULL, SAME},
+    {"llama.logit_scale", OF_F32, 1, NULL, SAME},
+    {"llama.logit_scale", OF_F32, 0.5, "takes 0|1", NOT_LOADED},
+    {"llama.logit_scale", OF_F64, 0.5, "takes 0|1", NOT_LOADED},
+    {"llama.residual_scale", OF_F32, 0.22, "takes 0|1", NOT_LOADED},
+    {"llama.embedding_scale", OF_F32, 12, "takes 0|1", NOT_LOADED},
+    {"llama.attention.scale", OF_F32, 0.0625, "takes 0", NOT_LOADED},
+    {"llama.attn_logit_softcapping", OF_F32, 50, "takes 0", NOT_LOADED},
+    {"llama.final_logit_softcapping", OF_F32, 30, "takes 0", NOT_LOADED},
+    {"llama.attention.clamp_kqv", OF_F32, 8, "takes 0", NOT_LOADED},
+    {"llama.attention.max_alibi_bias", OF_F32, 8, "takes 0", NOT_LOADED},
+    {"llama.attention.causal", OF_BOOL, 1, NULL, SAME},
+    {"llama.attention.causal", OF_BOOL, 0, "takes 1", NOT_LOADED},
+    {"llama.use_parallel_residual", OF_BOOL, 1, "takes 0", NOT_LOADED},
+    {"llama.attention.sliding_window", OF_U32, CONTEXT, NULL, SAME},
+    {"llama.attention.sliding_window", OF_U32, 16, "shorter than the context", NOT_LOADED},
+    {"llama.attention.q_lora_rank", OF_U32, 8, "does not know", NOT_LOADED},
+    {"llama.tensor_data_layout", OF_STRING, 0, "Meta AI original pth", SAME},
+    {"llama.tensor_data_layout", OF_STRING, 0, "another", NOT_LOADED},
+    {"mistral.block_count", OF_U32, LAYERS, "does not know", NOT_LOADED},
+    {"llama.block_count", OF_U32, LAYERS, "twice", NOT_LOADED},
+    {"general.architecture", OF_STRING, 0, "llama", NOT_LOADED},
+    {"general.alignment", OF_U32, 32, "twice", NOT_LOADED},
+    {"llama.rope.freq_base", OF_F64, 10000, NULL, SAME},
+    {"llama.rope.freq_base", OF_F32, 500, NULL, OTHER},
+    {"llama.rope.freq_base", OF_U32, 500, "positive float", NOT_LOADED},
+    {"llama.rope.scale_linear", OF_F32, 4, NULL, OTHER},
+    {"llama.rope.scaling.factor", OF_F32, 4, NULL, OTHER},
+    {"llama.rope.scaling.factor", OF_F32, 1, NULL, SAME},
+    {"llama.rope.scaling.type", OF_STRING, 0, "none", SAME},
+    {"llama.rope.scaling.type", OF_STRING, 0, "longrope", NOT_LOADED},
+    {"llama.rope.scaling.type", OF_U32, 1, "does not know", NOT_LOADED},
+    {"llama.rope.scaling.attn_factor", OF_F32, 1, NULL, SAME},
+    {"llama.rope.scaling.attn_factor", OF_F32, 1.5, "takes 1", NOT_LOADED},
+    {"llama.rope.scaling.yarn_ext_factor", OF_F32, 0, "takes 1", NOT_LOADED},
+    {"llama.rope.scaling.yarn_beta_fast", OF_F32, 32, NULL, SAME},
+    {"llama.rope.scaling.yarn_beta_fast", OF_F32, 16, "takes 32", NOT_LOADED},
+    {"llama.rope.scaling.yarn_log_multiplier", OF_F32, 0.1, "takes 0", NOT_LOADED},
+    {"llama.rope.scaling.alpha", OF_F32, 2, "does not know", NOT_LOADED},
+    {"llama.rope.dimension_sections", OF_U32, 2, "does not know", NOT_LOADED},
+    {"tokenizer.ggml.eot_token_id", OF_I64, 2, NULL, SAME},
+    {"tokenizer.ggml.eot_token_id", OF_I32, -1, NULL, SAME},
+    {"tokenizer.ggml.eot_token_id", OF_U32, 4294967295.0, NULL, SAME},
+    {"tokenizer.ggml.eot_token_id", OF_U32, VOCAB, "no token", NOT_LOADED},
+    {"tokenizer.ggml.eot_token_id", OF_F32, 2, "whole number", NOT_LOADED},
+    {"tokenizer.ggml.add_eos_token", OF_BOOL, 1, "takes 0", NOT_LOADED},
+    {"tokenizer.ggml.padding_token_id", OF_U32, 2, NULL, SAME},
+    {"tokenizer.ggml.precompiled_charsmap", OF_STRING, 0, "x", NOT_LOADED},
+    {"tokenizer.chat_template.tool_use", OF_STRING, 0, "{{ x }}", SAME},
+};
+
+static void put_key(const char *key, int type, double number, const char *text) {
+    if (type == OF_STRING) put_key_string(&more, key, text);
+    else put_key_number(&more, key, type, number);
+}
+
+TEST(each_key_is_followed_or_refused) {
+    float plain[VOCAB], logits[VOCAB];
+    char err[256];
+    size_t i;
+    int k;
+    more.n = 0;
+    CHECK_EQ(try_keys(0, 0, err, sizeof err, plain), RUNS);
+    for (i = 0; i < sizeof keys / sizeof *keys; i++) {
+        double largest = 0;
+        more.n = 0;
+        put_key(keys[i].key, keys[i].type, keys[i].number, keys[i].text);
+        const int result = try_keys(0, 1, err, sizeof err, logits);
+        if (keys[i].expected == NOT_LOADED) {
+            const char *word = keys[i].type == OF_STRING ? "" : keys[i].text;
+            const int named =
+                strstr(err, keys[i].key) != NULL || strstr(err, "RoPE scaling 'longrope'") != NULL;
+            CHECK_MSG(result == REFUSED && named && strstr(err, word), "%s: result %d, \"%s\"", keys[i].key,
+                      result, err);
+            continue;
+        }
+        CHECK_MSG(result == RUNS, "%s: result %d, \"%s\"", keys[i].key, result, err);
+        for (k = 0; result == RUNS && k < VOCAB; k++)
+            if (fabs((double)logits[k] - (double)plain[k]) > largest)
+                largest = fabs((double)logits[k] - (double)plain[k]);
+        CHECK_MSG((largest > 1e-4) == (keys[i].expected == OTHER), "%s: logits differ by %g", keys[i].key,
+                  largest);
+    }
+}
+
+/* Each row of the table of keys that do nothing: the file runs with such a value and not with another. */
+TEST(each_idle_key) {
+    char err[256], name[80];
+    size_t i;
+    for (i = 0; i < sizeof llama_idle_keys / sizeof *llama_idle_keys; i++) {
+        const char *key = llama_idle_keys[i].name, *value = llama_idle_keys[i].value;
+        const size_t n = strlen(key);
+        if (strcmp(key, ".expert_*") == 0) continue; /* a row before it has another meaning */
+        snprintf(name, sizeof name, "%s%.*s%s", *key == '.' ? "llama" : "", (int)n - (key[n - 1] == '*'), key,
+                 key[n - 1] == '*' ? "anything" : "");
+        more.n = 0;
+        if (value && (value[0] < '0' || value[0] > '9')) put_key(name, OF_STRING, 0, value);
+        else put_key(name, OF_F32, value ? atof(value) : 77.0, NULL);
+        CHECK_MSG(try_keys(0, 1, err, sizeof err, NULL) == RUNS, "%s: \"%s\"", name, err);
+        if (!value) continue;
+        more.n = 0;
+        put_key(name, OF_F32, 77.0, NULL);
+        CHECK_MSG(try_keys(0, 1, err, sizeof err, NULL) == REFUSED && strstr(err, name), "%s: \"%s\"", name,
+                  err);
+        more.n = 0;
+        put_key(name, OF_STRING, 0, "77");
+        CHECK_MSG(try_keys(0, 1, err, sizeof err, NULL) == REFUSED && strstr(err, name), "%s: \"%s\"", name,
+                  err);
+    }
+}
+
+/* Linear scaling divides positions; YaRN is computed for the context that the model was trained on. */
+TEST(scaling_of_rope) {
+    const float ones[HEAD / 2] = {1, 1, 1, 1}, zeros[HEAD / 2] = {1, 0, 1, 1},
+                            negative[HEAD / 2] = {1, 1, -2, 1};
+    const float *const factors[] = {ones, zeros, negative};
+    file_spec p = make_mixed_spec(0);
+    char err[256];
+    llama_model m;
+    int i;
+    p.more = &more;
+    for (i = 0; i < 2; i++) {
+        more.n = 0;
+        put_key("llama.rope.scaling.factor", OF_F32, 4, NULL);
+        put_key("llama.rope.scaling.type", OF_STRING, 0, i ? "yarn" : "linear");
+        put_key("llama.rope.scaling.original_context_length", OF_U32, 16, NULL);
+        p.n_more = 3;
+        build_gguf(&file, &p);
+        REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
+        tkv_config cfg = tkv_default_config();
+        llama_kv_config(&m, &cfg);
+        CHECK_EQ(cfg.model.rope.dim, 0); /* formats that undo RoPE know no scaling */
+        CHECK_NEAR(m.rope_linear, i ? 0 : 4, 0);
+        CHECK_NEAR(m.rope_yarn, i ? 4 : 0, 0);
+        CHECK_EQ(m.context, i ? 16 : CONTEXT);
+        CHECK_EQ(llama_context(&m), CONTEXT);
+        CHECK_NEAR(llama_frequency(&m, NULL, 3), pow(1e4, -0.75) / 4, 1e-9); /* below one turn in either */
+        llama_free(&m);
+    }
+    p.n_more = 0;
+    p.more = NULL;
+    for (i = 0; i < 3; i++) {
+        p.factors = (const char *)factors[i];
+        build_gguf(&file, &p);
+        CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), i ? REFUSED : RUNS);
+        if (i && llama_little_endian()) CHECK(strstr(err, "rope_freqs.weight") != NULL);
+    }
+}
+
+TEST(tokenizers_of_files) {
+    static const struct {
+        const char *name;
+        int is_known, digits, llama3_digits, add_bos;
+    } rows[] = {{"smollm", 1, 1, 0, 0}, {"gpt-2", 1, 0, 0, 0}, {"llama-bpe", 1, 0, 3, 1},
+                {"qwen2", 1, 0, 1, 0},  {"", 1, 0, 0, 0},      {"default", 1, 0, 0, 0},
+                {"viking", 0, 0, 0, 0}};
+    static const int by_merges[] = {16}, whole[] = {19};
+    file_spec p = make_mixed_spec(1);
+    char err[256];
+    llama_model m;
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        p.pre = rows[i].name;
+        build_gguf(&file, &p);
+        const int ok = llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err);
+        CHECK_EQ(ok, rows[i].is_known);
+        if (!ok) CHECK(strstr(err, "tokenizer.ggml.pre 'viking'") != NULL);
+        if (!ok) continue;
+        CHECK_EQ(m.digits, rows[i].digits);
+        CHECK_EQ(m.llama3_digits, rows[i].llama3_digits);
+        CHECK_EQ(m.add_bos, rows[i].add_bos);
+        CHECK_EQ(m.note[0] != 0, !*rows[i].name || strcmp(rows[i].name, "default") == 0);
+        check_tokens(&m, " ab", 0, by_merges, 1);
+        if (m.whole_words) check_tokens(&m, "aba", 0, whole, 1); /* no merge makes this token */
+        CHECK_EQ(m.whole_words, rows[i].llama3_digits == 3);
+        llama_free(&m);
+    }
+    p.pre = NULL;
+    /* without merges, words would be bytes */
+    build_gguf(&file, &p);
+    file.p[find_name_end(&file, "tokenizer.ggml.merges") - 1] = 'z';
+    CHECK_EQ(try_file(file.p, file.n, NULL, 0, err, sizeof err, NULL), REFUSED);
+    CHECK(strstr(err, "tokenizer.ggml.merges is missing") != NULL);
+}
+
+/* >>chat templates */
+static int is_in(int token, const int *tokens, int n) {
+    int i;
+    for (i = 0; i < n; i++)
+        if (tokens[i] == token) return 1;
+    return 0;
+}
+
+TEST(chat_templates) {
+    static const struct {
+        int bpe;
+        const char *text, *name, *fault;
+    } rows[] = {{1, "{% for m in messages %}<|im_start|>{{ m.role }}", "ChatML", ""},
+                {0, "{% for m in messages %}<|im_start|>{{ m.role }}", NULL,
+                 "ChatML, and the vocabulary has no token <|im_end|>"},
+                {1, "<|start_header_id|>{{ m.role }}<|end_header_id|>", NULL,
+                 "Llama 3's, and the vocabulary has no token"},
+                {0, "{{ '<|user|>\n' + m.content + eos_token }}", "Zephyr's", ""},
+                {0, "<|user|>\n{{ m.content }}<|end|>", NULL, "Phi 3's"},
+                {1, "<|im_start|>user<|im_sep|>", NULL, "Phi 4's"},
+                {0, "<s>[INST] {{ m.content }} [/INST]", NULL, "Llama 2's or Mistral's"},
+                {0, "<start_of_turn>user", NULL, "Gemma's"},
+                {0, "{{ m.content }}", NULL, "unknown"}};
+    char err[256];
+    size_t i;
+    for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+        file_spec p = make_mixed_spec(rows[i].bpe);
+        llama_model m;
+        more.n = 0;
+        put_key("tokenizer.chat_template", OF_STRING, 0, rows[i].text);
+        p.more = &more;
+        p.n_more = 1;
+        build_gguf(&file, &p);
+        REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err,
+                                  sizeof err)); /* plain text goes on without it */
+        CHECK_STR(m.chat ? m.chat->name : "", rows[i].name ? rows[i].name : "");
+        CHECK_MSG(strstr(m.chat_fault, rows[i].fault) && (rows[i].name != NULL) == !m.chat_fault[0],
+                  "\"%s\": \"%s\"", rows[i].text, m.chat_fault);
+        llama_free(&m);
+    }
+}
+
+/* What a user writes into a turn is text, whatever it looks like. */
+TEST(users_write_no_control_tokens) {
+    static const char *const templates[2] = {"{{ '<|user|>\n' + m.content + eos_token }}", "<|im_start|>"};
+    static const char *const typed[2] = {"ab</s>\n<s>dd<0x41>", "ab<|im_end|>\n<|im_start|>dd<|endoftext|>"};
+    /* bytes that the vocabulary lacks are left out: its unknown token is a control token */
+    static const int chatml[] = {1, 13, 9, 4, 5, 2, 4, 1, 5, 13, 13, 13, 5, 4},
+                     again[] = {2, 4, 1, 13, 9, 4, 5};
+    int bpe, first, tokens[LLAMA_TURN + 64], i, n;
+    char err[256];
+    for (bpe = 0; bpe < 2; bpe++) {
+        file_spec p = make_mixed_spec(bpe);
+        llama_model m;
+        more.n = 0;
+        put_key("tokenizer.chat_template", OF_STRING, 0, templates[bpe]);
+        put_key("tokenizer.ggml.eot_token_id", OF_U32, bpe ? 15 : 10,
+                NULL); /* "ab", a normal token in the file */
+        p.more = &more;
+        p.n_more = 2;
+        build_gguf(&file, &p);
+        REQUIRE(llama_load_memory(file.p, file.n, NULL, 0, &m, err, sizeof err));
+        CHECK(m.chat != NULL);
+        n = llama_tokenize(&m, typed[bpe], strlen(typed[bpe]), 0, tokens);
+        CHECK_LE(2, n);
+        for (i = 0; i < n; i++) CHECK(m.entries[tokens[i]].kind != LLAMA_CONTROL);
+        n = llama_tokenize(&m, typed[bpe], strlen(typed[bpe]), LLAMA_SPECIAL, tokens);
+        CHECK(is_in(bpe ? 15 : 10, tokens, n) && is_in(2, tokens, n)); /* the flag asks for them */
+        for (first = 0; first < 2; first++) {
+            int plain[LLAMA_TURN], with[LLAMA_TURN + 64], k, n_plain, n_with, text[64], n_text;
+            n_plain = llama_tokenize_turn(&m, "", 0, first, plain);
+            n_with = llama_tokenize_turn(&m, typed[bpe], strlen(typed[bpe]), first, with);
+            n_text = llama_tokenize(&m, typed[bpe], strlen(typed[bpe]), LLAMA_CONTINUED, text);
+            CHECK_EQ(n_with, n_plain + n_text);
+            for (i = k = 0; i < n_with; i++) k += m.entries[with[i]].kind == LLAMA_CONTROL;
+            for (i = 0; i < n_plain; i++) k -= m.entries[plain[i]].kind == LLAMA_CONTROL;
+            CHECK_EQ(k, 0); /* the template's own, and no other */
+        }
+        if (bpe) {
+            n = llama_tokenize_turn(&m, "a", 1, 1, tokens);
+            CHECK_EQ(n, 14);
+            CHECK_MEM(tokens, chatml, sizeof chatml);
+            n = llama_tokenize_turn(&m, "a", 1, 0, tokens);
+            CHECK_MEM(tokens, again, sizeof again);
+        }
+        llama_free(&m);
+    }
+}
+
 /* >>damaged files */
 /* A file that ends after any byte of the header, or in the data, gives an error sentence. */
 TEST(truncated_gguf) {
@@ -307,7 +685,7 @@ static const struct {
     {"token_embd.weight", 4, 8, (uint64_t)1 << 63, "size"},
     {"token_embd.weight", 12, 8, (uint64_t)1 << 62, "size"},
     {"token_embd.weight", 12, 8, 21, "size"},
-    {"blk.1.ffn_up.weight", 20, 4, 0, "outside"}, /* F32 takes more */
+    {"blk.1.ffn_up.weight", 20, 4, 0, "outside"}, /* OF_F32 takes more */
     {"token_embd.weight", 20, 4, 10, "type"},     /* Q2_K */
     {"token_embd.weight", 20, 4, UINT32_MAX, "type"},
     {"token_embd.weight", 24, 8, UINT64_MAX, "outside"},
@@ -399,6 +777,14 @@ int main(int argc, char **argv) {
     RUN(rows_decode);
     RUN(rope);
     RUN(tokenizers);
+    RUN(words_of_llama3);
+    RUN(sizes_of_large_files);
+    RUN(each_key_is_followed_or_refused);
+    RUN(each_idle_key);
+    RUN(scaling_of_rope);
+    RUN(tokenizers_of_files);
+    RUN(chat_templates);
+    RUN(users_write_no_control_tokens);
     RUN(truncated_gguf);
     RUN(truncated_llama2c);
     RUN(changed_bytes);

@@ -3,7 +3,7 @@ a byte of the text."""
 import random
 import struct
 
-UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
 
 def byte_tokens():
@@ -29,16 +29,19 @@ def value(x):
         return struct.pack("<If", FLOAT32, x)
     if isinstance(x, str):
         return struct.pack("<I", STRING) + string(x)
+    if isinstance(x[0], int):
+        return struct.pack("<IIQ%di" % len(x), ARRAY, INT32, len(x), *x)
     return struct.pack("<IIQ", ARRAY, STRING, len(x)) + b"".join(string(s) for s in x)
 
 
-def write(path, arch, numbers, tensors):
+def write(path, arch, numbers, tensors, more={}):
     """numbers: metadata without the name of the architecture. tensors: (name, shape, scale), the fastest dimension first.
-    Weights are normal with deviation scale / sqrt(shape[0]); scale 0: ones."""
+    more: metadata with whole names. Weights are normal with deviation scale / sqrt(shape[0]); scale 0: ones."""
     rng = random.Random(1)
     keys = {"general.architecture": arch, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
             "tokenizer.ggml.tokens": byte_tokens(), "tokenizer.ggml.merges": ["~ ~"], "tokenizer.ggml.add_bos_token": False}
     keys.update({"%s.%s" % (arch, name): x for name, x in numbers.items()})
+    keys.update(more)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(string(k) + value(x) for k, x in keys.items())
     data = b""
     for name, shape, scale in tensors:
@@ -75,6 +78,15 @@ def tensors(heads, kv_heads, dim, more):
 
 DENSE = [("ffn_norm.weight", (EMBED,), 0), ("ffn_gate.weight", (EMBED, FFN), 1), ("ffn_up.weight", (EMBED, FFN), 1),
          ("ffn_down.weight", (FFN, EMBED), 1)]
+
+
+def llama(path, template, controls=()):
+    """A plain Llama with a chat template, and control tokens in its vocabulary."""
+    rows = [(name, (EMBED, WORDS + len(controls)) if name == "token_embd.weight" else shape, scale)
+            for name, shape, scale in tensors(4, 2, 32, DENSE)]
+    write(path, "llama", common(4, 2, 32), rows,
+          {"tokenizer.ggml.tokens": byte_tokens() + list(controls),
+           "tokenizer.ggml.token_type": [1] * WORDS + [3] * len(controls), "tokenizer.chat_template": template})
 
 
 def qwen3(path):
