@@ -32052,17 +32052,18 @@ static void tkvi_copy_prepared(void *ctx, const uint8_t *src, uint8_t *dst) {
     memcpy(dst, b->bytes, b->recoding.to->bytes.total);
 }
 
-/* Moves block `number` to the layout of a recoding. It copies the bytes that parts have encoded, if nothing that
- * decides the bytes has changed since. Otherwise it encodes them. */
+/* Moves block `number` to the layout of a recoding. It copies the bytes that parts have encoded, unless the block was
+ * coded for another tier in between. Then it encodes them. */
 static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi_recoding *r) {
     tkvi_prepared *p = kv->work.prepared;
     int i;
     TKVI_ASSERT(!tkvi_formats[r->to->pair.k].shared || r->to->record->k.order); /* of a table */
     for (i = 0; TKVI_HAS_APPEND_PARTS && p && i < p->n; i++) {
         tkvi_prepared_block *b = &p->block[i];
-        if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to ||
-            b->recoding.live_mask != r->live_mask)
-            continue;
+        if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to) continue;
+        /* Tokens are evicted, joined and expired after all rows have aged. A token that becomes an anchor keeps its
+         * slot. So the block has the slots that the parts have encoded. */
+        TKVI_ASSERT(b->recoding.live_mask == r->live_mask);
         tkvi_recode_block(&kv->pool, number, layout, tkvi_copy_prepared, b);
         return;
     }
