@@ -406,6 +406,20 @@ TEST(truncation) {
         truncate_to(&r, 400, -1); /* no change */
         check_same(&r, 0, 0, 290);
         check_same(&r, 1, 1, 2);
+        append_both(&r, 0, 300, 1);
+        { /* to the end of what is coded, and not to one token less */
+            const tkvi_list *list = tkvi_list_of(r.kv, 0, 0);
+            const int coded = 4 + TKV_BLOCK_TOKENS * (list->archive + list->warm);
+            CHECK(coded > 100 && list->archive + list->warm ==
+                                     tkvi_list_of(r.kv, 0, 1)->archive + tkvi_list_of(r.kv, 0, 1)->warm);
+            truncate_to(&r, coded - 1, -1);
+            CHECK_EQ(take_flags(&r), TKVCU_FLAG_INEXACT);
+            check_same(&r, 0, 0, 300);
+            truncate_to(&r, coded, -1);
+            CHECK_EQ(take_flags(&r), 0);
+            CHECK_EQ(tkv_seq_truncate(r.kv, 0, coded), TKV_OK);
+            check_same(&r, 0, 0, coded);
+        }
         append_both(&r, 0, 400, 1);
         append_both(&r, 1, 200, 1);
         truncate_to(&r, 100, 0); /* sequence 0: refused; sequence 1: emptied */
@@ -963,6 +977,107 @@ TEST(tables_on_the_device) {
     rig_close(&third);
 }
 
+/* Warm and archive have one coding: blocks are copied, and keep the table that they were coded with, whatever table is
+ * the newest. Tables give heads other shares of a block, so a wrong one is a wrong place too. */
+TEST(copied_blocks_keep_their_table) {
+    tkv_config cfg = config_of("balanced", 64);
+    rig r, other;
+    int i, layer;
+    cfg.tiers.archive = cfg.tiers.warm;
+    for (i = 0; i < 2; i++)
+        if (rig_open(&r, &cfg) && rig_open(&other, &cfg)) {
+            const std::vector<uint8_t> one = learn_tables(&r, 9.0f, .5f), two = learn_tables(&r, .5f, 9.0f);
+            const std::vector<uint8_t> &before = i ? two : one, &after = i ? one : two;
+            std::vector<float> k[2], v[2];
+            CHECK_EQ(tkv_load_calibration(r.kv, before.data(), before.size()), TKV_OK);
+            CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
+            append_both(&r, 0, 270, 1);
+            CHECK(tkvi_list_of(r.kv, 0, 0)->warm > 0);
+            CHECK_EQ(tkv_load_calibration(r.kv, after.data(), after.size()), TKV_OK);
+            CHECK_EQ(tkvcu_load_calibration(r.cu, r.kv, NULL), TKV_OK);
+            append_both(&r, 0, 590, 1);
+            CHECK(tkvi_list_of(r.kv, 0, 0)->archive > 4); /* those of both tables */
+            CHECK_EQ(tkvcu_export_seq(r.cu, 0, other.kv, 1, NULL), TKV_OK);
+            for (layer = 0; layer < cfg.model.n_layers; layer++) {
+                const rig *from[2] = {&r, &other};
+                int x;
+                for (x = 0; x < 2; x++) {
+                    k[x].assign(590 * 2 * 64, 0.0f);
+                    v[x].assign(590 * 2 * 64, 0.0f);
+                    CHECK_EQ(tkv_read(from[x]->kv, x, layer, 0, 590, k[x].data(), v[x].data()), TKV_OK);
+                }
+                CHECK(k[0] == k[1] && v[0] == v[1]);
+            }
+            rig_close(&r);
+            rig_close(&other);
+        }
+}
+
+static int is_all_zero(const uint8_t *x, size_t n) {
+    while (n && !*x) x++, n--;
+    return !n;
+}
+
+/* Checks that nothing is left of what the memory held before: in the slots of exact blocks that have no token yet, and
+ * behind the last side of a block. Returns the bytes behind the last sides. */
+static size_t check_free_bytes(const rig *r, int seq) {
+    size_t n_behind = 0;
+    int layer, i, h, which, block;
+    for (layer = 0; layer < r->cfg.model.n_layers; layer++) {
+        const tkvcu_view *v = &r->cu->view[layer];
+        const tkvi_list *list = tkvi_list_of(r->kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(r->kv, seq, layer);
+        for (i = 0; i < list->n; i++) {
+            const tkvi_block *b = tkvi_block_of(r->kv, ids[i]);
+            const tkvi_layout *l = &r->kv->tables.layout[b->layout];
+            const int region = tkvcu_find_region(list, i, &block), n = tkvi_block_tokens(r->kv, list, ids, i);
+            const std::vector<uint8_t> y = fetch(tkvcu_find_block(v, region, seq, block), v->block[region]);
+            size_t end = 0;
+            for (h = 0; h < v->n_kv_heads; h++)
+                for (which = 0; which < 2; which++) {
+                    const tkvi_side *s = which ? &l->record[h].v : &l->record[h].k;
+                    const size_t at = l->record[h].at + (which ? l->record[h].v_at : 0),
+                                 used = s->code_bytes / (size_t)s->tokens * (size_t)n;
+                    if (tkvi_is_exact(s->format))
+                        CHECK_MSG(is_all_zero(&y[at + used], s->bytes - used),
+                                  "layer %d, start %d, %d tokens", layer, b->first_position, n);
+                    end = at + s->bytes;
+                }
+            if (region != TKVCU_HOT && region != TKVCU_SINKS) {
+                CHECK_MSG(is_all_zero(y.data() + end, y.size() - end), "behind layer %d, start %d", layer,
+                          b->first_position);
+                n_behind += y.size() - end;
+            }
+        }
+    }
+    return n_behind;
+}
+
+TEST(free_slots_and_padding_are_zero) {
+    static const int lengths[] = {1, 3, 4, 5, 67, 68, 69, 131, 132, 133, 300, 452, 453, 580};
+    size_t i, n_behind = 0;
+    int round, step;
+    for (step = 1; step <= 64; step += 63) {
+        tkv_config cfg = config_of("quality", 64);
+        rig r;
+        cfg.model.n_kv_heads = 1;
+        if (rig_open_same_tables(&r, &cfg)) {
+            r.step = step;
+            for (round = 0; round < 2; round++) { /* memory of NaN, and of another sequence's tokens */
+                for (i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+                    append_both(&r, 0, lengths[i], 0);
+                    check_same(&r, 0, 0, lengths[i]);
+                    n_behind += check_free_bytes(&r, 0);
+                }
+                CHECK_EQ(tkv_seq_reset(r.kv, 0), TKV_OK);
+                truncate_to(&r, 0, 0);
+            }
+        }
+        rig_close(&r);
+    }
+    CHECK_MSG(n_behind > 0, "no block has padding");
+}
+
 /* All fits of scale and zero, with both numbers of threads per group. */
 TEST(all_fits) {
     static const int fit[] = {TKV_FIT_CLIP, TKV_FIT_NORM, TKV_FIT_UNBIASED, TKV_FIT_CLIP | TKV_FIT_NORM,
@@ -1030,6 +1145,8 @@ int main(int argc, char **argv) {
     RUN(short_prompts);
     RUN(unsupported_imports);
     RUN(tables_on_the_device);
+    RUN(copied_blocks_keep_their_table);
+    RUN(free_slots_and_padding_are_zero);
     RUN(all_fits);
     RUN(blocks_of_threads_in_any_order);
     RUN(error_texts);

@@ -67,6 +67,63 @@ TEST(forks_see_their_own_tokens) {
         }
 }
 
+/* What a fork does with its part of shared blocks takes no token from the source. It codes a block of which it sees the
+ * first tokens alone, for all; it evicts tokens of blocks before they are coded, and its neighbours have space then. One
+ * fork or two, as a block with two holders is not different from one with three. */
+TEST(forks_take_no_token_from_their_source) {
+    enum { SHORT, EVICTED, OWN_BEHIND, CASES };
+    int n_forks, what, layer, i, seq;
+    for (n_forks = 1; n_forks <= 2; n_forks++)
+        for (what = 0; what < CASES; what++) {
+            const int n = 4 + 5 * BLOCK, seen = what == SHORT ? 4 + 2 * BLOCK + 20 : n;
+            tkv_config cfg = make_config(2, 3);
+            uint64_t victims[(4 + 8 * BLOCK) / 64 + 1] = {0};
+            tkv_cache *kv;
+            cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+            cfg.tiers.warm = pair_of(TKV_Q8, TKV_Q8);
+            cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+            cfg.tiers.hot_tokens = 6 * BLOCK;
+            cfg.tiers.warm_tokens = 2 * BLOCK;
+            cfg.evict.policy = TKV_EVICT_SLIDING;
+            kv = create_cache(&cfg);
+            CHECK_EQ(append_to_all_layers(kv, 0, 1, n, BLOCK), TKV_OK);
+            for (seq = 1; seq <= n_forks; seq++) CHECK_EQ(tkv_seq_fork(kv, 0, seq, seen), TKV_OK);
+            if (what !=
+                SHORT) { /* 21 of 64 tokens stay in each block, so there is space for those of the next one */
+                const int end = 4 + (what == EVICTED ? 4 : 6) * BLOCK;
+                for (i = 4; i < end; i++)
+                    if (i % 3) add_to_mask(victims, i);
+                for (seq = 1; seq <= n_forks; seq++) {
+                    if (what == OWN_BEHIND)
+                        CHECK_EQ(append_to_all_layers(kv, seq, 1, 2 * BLOCK, BLOCK), TKV_OK);
+                    CHECK_EQ(evict_tokens(kv, seq, TKV_ALL_LAYERS, victims, end), TKV_OK);
+                }
+            }
+            check_cache_at(kv, "evicted by forks", n_forks);
+            for (layer = 0; layer < 2; layer++) check_read(kv, 0, layer, 1, 0, n, TKV_F32);
+            /* The source codes its blocks first, so the last fork codes the shared ones. */
+            CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+            for (layer = 0; layer < 2; layer++) check_read(kv, 0, layer, 1, 0, 4 + 2 * BLOCK, TKV_F32);
+            for (seq = 1; seq <= n_forks; seq++) CHECK_EQ(tkv_seq_flush(kv, seq, TKV_FLUSH_ALL), TKV_OK);
+            check_cache_at(kv, "coded by forks", n_forks);
+            for (layer = 0; layer < 2; layer++) {
+                fill_rows(1, layer, 0, n, k_want, v_want);
+                CHECK_EQ(tkv_read(kv, 0, layer, 0, n, k_out, v_out), TKV_OK);
+                CHECK(memcmp(k_out + 4 * K_ROW, k_want + 4 * K_ROW, BLOCK * K_ROW * sizeof *k_out) != 0);
+                for (i = 0; i < n; i++) {
+                    CHECK_LE(float_difference(k_out + i * K_ROW, k_want + i * K_ROW, K_ROW), .25);
+                    CHECK_LE(float_difference(v_out + i * V_ROW, v_want + i * V_ROW, V_ROW), .25);
+                }
+                for (i = 0; i < seen; i++) {
+                    if (is_in_mask(victims, i)) continue;
+                    CHECK_EQ(tkv_read(kv, 1, layer, i, 1, k_out, v_out), TKV_OK);
+                    CHECK_LE(float_difference(k_out, k_want + i * K_ROW, K_ROW), .25);
+                }
+            }
+            tkv_destroy(kv);
+        }
+}
+
 /* Beam search: after each step every beam continues one of the old beams, chosen at random. */
 TEST(beam_search_by_forks) {
     enum { BEAMS = 4, PROMPT = 150, STEPS = 50 };
@@ -714,6 +771,7 @@ TEST(forks_under_a_budget_evict_or_are_refused) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(forks_see_their_own_tokens);
+    RUN(forks_take_no_token_from_their_source);
     RUN(beam_search_by_forks);
     RUN(a_reorder_is_forks_all_at_once);
     RUN(a_reorder_counts_what_it_gives_back);

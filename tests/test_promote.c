@@ -394,6 +394,26 @@ TEST(kept_tokens_need_a_new_exact_copy) {
     destroy_cache_and_store(kv, &store);
 }
 
+/* A block that a fork holds too is not brought back, with one fork and with two. Without them it is. */
+TEST(shared_blocks_are_not_promoted) {
+    int n_forks, seq;
+    for (n_forks = 1; n_forks <= 2; n_forks++) {
+        test_store store;
+        tkv_config cfg = make_config(&store, 1);
+        tkv_cache *kv;
+        cfg.limits.max_seqs = 3;
+        kv = make_filled_cache(&cfg, 8 * BLOCK);
+        for (seq = 1; seq <= n_forks; seq++) CHECK_EQ(tkv_seq_fork(kv, 0, seq, TKV_UNLIMITED), TKV_OK);
+        for (seq = 0; seq <= n_forks; seq++)
+            CHECK_EQ(tkv_promote(kv, seq, 0, block_start(1)), TKV_ERR_NO_SOURCE);
+        CHECK(!is_exact(kv, 1));
+        for (seq = 1; seq <= n_forks; seq++) CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+        CHECK_EQ(tkv_promote(kv, 0, 0, block_start(1)), TKV_OK);
+        CHECK(is_exact(kv, 1));
+        destroy_cache_and_store(kv, &store);
+    }
+}
+
 /* Evicts the tokens first .. end - 1 of layer 0, but each n-th. */
 static void evict_most(tkv_cache *kv, int first, int end, int n) {
     uint64_t victims[MAX_LEN / 64] = {0};
@@ -788,6 +808,7 @@ int main(int argc, char **argv) {
     RUN(blocks_go_back_when_memory_comes);
     RUN(promoted_blocks_that_do_not_go_back);
     RUN(kept_tokens_need_a_new_exact_copy);
+    RUN(shared_blocks_are_not_promoted);
     RUN(packed_tokens_have_no_exact_copy);
     RUN(blocks_of_anchors_alone_stay);
     RUN(loaded_blocks_need_no_cooldown);

@@ -265,6 +265,37 @@ TEST(blocks_that_stay_in_ram) {
     }
 }
 
+/* Blocks that a fork holds too stay in RAM, with one fork and with two. Those behind them are offloaded. */
+TEST(shared_blocks_are_passed_over) {
+    int n_forks, n, t, seq;
+    for (n_forks = 0; n_forks <= 2; n_forks++) {
+        tkv_config cfg = make_sized_config(1, HEADS, KV_HEADS, DIM, 3, CHUNK);
+        test_store store;
+        tkv_cache *kv;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        cfg.tiers.hot_tokens = BLOCK;
+        attach_test_store(&store, &cfg);
+        kv = create_cache(&cfg);
+        for (t = 0; t < 4 + 8 * BLOCK; t += n) {
+            n = t ? BLOCK : 4 + BLOCK;
+            fill_random_tokens(n);
+            CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, n), TKV_OK);
+            for (seq = 1; t == 2 * BLOCK + 4 && seq <= n_forks; seq++)
+                CHECK_EQ(tkv_seq_fork(kv, 0, seq, TKV_UNLIMITED), TKV_OK); /* three blocks */
+        }
+        CHECK_EQ(tkv_offload(kv, 0, 0, LONGEST, &n), TKV_OK);
+        CHECK_EQ(n, n_forks ? 3 : 6);
+        CHECK_EQ(tkv_offload(kv, 1, 0, LONGEST, &n), TKV_OK);
+        CHECK_EQ(n, 0);
+        for (seq = 1; seq <= n_forks; seq++) CHECK_EQ(tkv_seq_reset(kv, seq), TKV_OK);
+        CHECK_EQ(tkv_offload(kv, 0, 0, LONGEST, &n), TKV_OK);
+        CHECK_EQ(n, n_forks ? 3 : 0);
+        check_cache(kv);
+        tkv_destroy(kv);
+        destroy_test_store(&store);
+    }
+}
+
 TEST(wide_heads) {
     static const int dims[][2] = {{256, 256}, {80, 64}, {128, 192}};
     static float k[CHUNK * 256], v[CHUNK * 256], q[2 * 256], x[2 * 256], y[2 * 256];
@@ -1180,6 +1211,7 @@ int main(int argc, char **argv) {
     RUN(attention_is_bit_identical);
     RUN(all_attention_options);
     RUN(blocks_that_stay_in_ram);
+    RUN(shared_blocks_are_passed_over);
     RUN(wide_heads);
     RUN(exact_tokens_beyond_the_budget);
     RUN(offload_follows_compression);

@@ -515,6 +515,28 @@ TEST(shared_positions_go_together) {
     tkv_destroy(kv);
 }
 
+/* A thinned position counts once, whether one sequence held it, two, or three. All holders lose it together. */
+TEST(a_shared_position_is_thinned_once) {
+    int n_forks, n, seq;
+    for (n_forks = 0; n_forks <= 2; n_forks++) {
+        tkv_layer_config layers[LAYERS];
+        tkv_config cfg = make_hybrid_config(layers, LAYERS, 3);
+        tkv_cache *kv;
+        cfg.limits.state_bytes = 10 * STATEFUL * counted(2000);
+        kv = create_cache(&cfg);
+        for (n = 1; n <= 10; n++) CHECK_EQ(put_position(kv, 0, 1, n * STEP, 2000), TKV_OK);
+        CHECK_EQ(budget_of(kv).thinned, 0);
+        for (seq = 1; seq <= n_forks; seq++) CHECK_EQ(tkv_seq_fork(kv, 0, seq, TKV_UNLIMITED), TKV_OK);
+        for (n = 11; n <= 13; n++) CHECK_EQ(put_position(kv, n_forks, 1, n * STEP, 2000), TKV_OK);
+        CHECK_EQ(budget_of(kv).thinned, 3 * STATEFUL);
+        CHECK_EQ(n_positions(kv, n_forks), 10);
+        for (seq = 0; seq < n_forks; seq++) CHECK_EQ(n_positions(kv, seq), 7);
+        for (seq = 0; seq <= n_forks; seq++) check_states(kv, seq, 1, 2000);
+        check_cache_at(kv, "forks", n_forks);
+        tkv_destroy(kv);
+    }
+}
+
 /* A budget holds to the byte. States go before a token is coded again, all but a few; and all spare ones before a token
  * is evicted. */
 TEST(states_go_before_tokens) {
@@ -968,6 +990,7 @@ int main(int argc, char **argv) {
     RUN(layers_that_put_one_after_the_other_keep_the_same_positions);
     RUN(states_have_a_limit_of_their_own);
     RUN(shared_positions_go_together);
+    RUN(a_shared_position_is_thinned_once);
     RUN(states_go_before_tokens);
     RUN(a_lower_budget_thins_states);
     RUN(a_state_fits_to_the_byte);
