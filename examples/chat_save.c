@@ -7,6 +7,10 @@
  * and the tokens themselves, so that --show can print the text. Started again, it loads the file and goes on. Nothing
  * is read by the model twice. `./chat_save MODEL --say "Who art thou?" --say "..."` takes the lines from arguments.
  *
+ * The line /again takes the last answer back and asks for another one. The talk goes back to a fork that was made where
+ * the answer began, so its newest tokens are as exact as then (manual, recipe R22). Cutting the answer off would leave
+ * them in few bits. The file has no fork: after a restart the first answer to take back is a new one.
+ *
  * A kill at any moment leaves the file of the last answer or of the one before (save_file.h). The test
  * tests/test_save_examples.py kills it 200 times. A damaged file gets the name FILE.damaged, and the talk begins anew.
  * A file of another model is left alone. If a talk cannot be saved, as on a full disk, the program says so and goes on.
@@ -24,6 +28,7 @@
 /* The talk with a model that knows no chat begins like a play. */
 static const char opening[] = "\nROMEO:\nI am young Romeo, that do sigh for love,\n"
                               "And all my thoughts are but of Juliet.\n";
+enum { TALK, PROMPT }; /* sequences: the talk, and the talk up to where the last answer began */
 enum {
     REPLY = 64,
     LINE = 2000,
@@ -33,7 +38,8 @@ enum {
 static const char usage[] =
     "chat_save MODEL [options]\n" PROGRAM_HELP "  -n N               most tokens of an answer (64)\n"
     "  --save FILE        the talk (chat.tkv)\n"
-    "  --say TEXT         a line to answer, in the place of the standard input; may be repeated\n"
+    "  --say TEXT         a line to answer, instead of the standard input; may be repeated. The line\n"
+    "                     /again asks for another answer to the line before\n"
     "  --show             prints the text of the loaded talk\n"
     "  --read-again       measures what loading saved: reads the loaded tokens into another cache\n"
     "\n"
@@ -51,7 +57,9 @@ typedef struct chat {
     int *tokens, n_tokens; /* of the talk; the cache holds them all */
     int context, is_unsaved, has_template;
     float *logits; /* of the newest token */
-    choice *space; /* for sample() */
+    float *prompt_logits;
+    int n_prompt, n_again; /* tokens of the fork, 0: there is none; answers that were taken back */
+    choice *space;         /* for sample() */
 } chat;
 
 /* >>options */
@@ -157,6 +165,32 @@ static void read_again(const chat *c) {
 }
 
 /* >>talking */
+/* Keeps the talk as it is where the answer begins. Under a budget it may not fit: then the answer stays. */
+static void keep_prompt(chat *c) {
+    const int is_kept = tkv_seq_fork(c->kv, TALK, PROMPT, TKV_UNLIMITED) == TKV_OK;
+    c->n_prompt = is_kept ? c->n_tokens : 0;
+    c->n_again = 0;
+    memcpy(c->prompt_logits, c->logits, (size_t)c->model.vocab * sizeof *c->logits);
+}
+
+/* Lets the fork go: what it kept exact may be compressed now. */
+static void drop_prompt(chat *c) {
+    const tkv_status status = tkv_seq_reset(c->kv, PROMPT);
+    if (status != TKV_OK) fail("%s", cache_fault(c->kv, status));
+    c->n_prompt = 0;
+}
+
+/* Takes the last answer back. Returns 0 if there is none. */
+static int take_back(chat *c) {
+    if (c->n_prompt == 0) return 0;
+    const tkv_status status = tkv_seq_fork(c->kv, PROMPT, TALK, TKV_UNLIMITED);
+    if (status != TKV_OK) fail("%s", cache_fault(c->kv, status));
+    c->n_tokens = c->n_prompt;
+    c->n_again++;
+    memcpy(c->logits, c->prompt_logits, (size_t)c->model.vocab * sizeof *c->logits);
+    return 1;
+}
+
 /* Adds a line to the talk. Returns 0 if it and an answer do not fit. */
 static int hear(chat *c, const char *line) {
     const int is_first = c->n_tokens == 0;
@@ -169,9 +203,11 @@ static int hear(chat *c, const char *line) {
                                                    is_first && c->model.add_bos ? LLAMA_BOS : 0, tokens);
     const int fits = n <= c->context - c->opt.n - c->n_tokens;
     if (fits) {
+        drop_prompt(c);
         memcpy(c->tokens + c->n_tokens, tokens, (size_t)n * sizeof *tokens);
         evaluate(c, c->kv, tokens, n);
         c->n_tokens += n;
+        keep_prompt(c);
     }
     free(tokens);
     free(text);
@@ -195,7 +231,8 @@ static int choose_first_token(const chat *c, uint64_t *rng) {
 
 /* Answers until an empty line, a control token, or so many tokens. */
 static void answer(chat *c) {
-    uint64_t rng = rng_seed(&c->opt) + (uint64_t)c->n_tokens * 0x9e3779b97f4a7c15u;
+    uint64_t rng = rng_seed(&c->opt) + (uint64_t)c->n_tokens * 0x9e3779b97f4a7c15u +
+                   (uint64_t)c->n_again * 0xbf58476d1ce4e5b9u;
     int at_line_start = 1, ends = 0;
     for (int n = 0; n < c->opt.n && !ends; n++) {
         const char *piece;
@@ -228,7 +265,12 @@ static void talk(chat *c) {
     for (int i = 0; (line = next_line(c, i, buf)) != NULL; i++) {
         if (!*line) continue;
         if (c->n_say) printf("> %s\n", line);
-        if (!hear(c, line)) {
+        if (strcmp(line, "/again") == 0) {
+            if (!take_back(c)) {
+                printf("[there is no answer to take back]\n");
+                continue;
+            }
+        } else if (!hear(c, line)) {
             printf("[the talk has %d of %d tokens: the line and an answer do not fit (-c, --save)]\n",
                    c->n_tokens, c->context);
             break;
@@ -251,10 +293,12 @@ int main(int argc, char **argv) {
     load(&c.opt, &c.model, &c.cfg);
     c.has_template = is_chat(&c.model, &c.opt);
     c.context = context_of(&c.opt, &c.model);
+    c.cfg.limits.max_seqs = 2; /* TALK and PROMPT */
     c.kv = create(&c.cfg);
     load_tables(&c.opt, c.kv);
     c.tokens = (int *)allocate((size_t)c.context, sizeof *c.tokens);
     c.logits = (float *)allocate((size_t)c.model.vocab, sizeof *c.logits);
+    c.prompt_logits = (float *)allocate((size_t)c.model.vocab, sizeof *c.prompt_logits);
     c.space = (choice *)allocate((size_t)c.model.vocab, sizeof *c.space);
     name_model(&c.model, c.name);
     load_talk(&c);
@@ -270,6 +314,7 @@ int main(int argc, char **argv) {
     llama_free(&c.model);
     free(c.tokens);
     free(c.logits);
+    free(c.prompt_logits);
     free(c.space);
     return c.is_unsaved;
 }

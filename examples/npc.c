@@ -7,6 +7,7 @@
  *   - characters answer a stranger, and one is interrupted: the speech is cut in the middle (tkv_seq_truncate)
  *   - one forgets what was said about a number (tkv_seq_remove); the others still know it
  *   - one forgets a speech and closes the gap (tkv_seq_shift), so its newest words are near its oldest again
+ *   - questions are put to a fork of a character, so the character never hears them and keeps its memory as it is
  * Then it prints the bytes of each character, shared ones apart (tkv_seq_get_memory). At last it runs a loop of 60
  * frames a second: a frame computes at most one token, and the rest of it belongs to tkv_maintain.
  *
@@ -78,6 +79,7 @@ static const char *const cast[CHARACTERS][2] = {
     {"PETRUCHIO", "I come to wive it wealthily in Padua;\nIf wealthily, then happily in Padua.\n"},
     {"MENENIUS", "I am known to be a humorous patrician,\nAnd one that loves a cup of burning wine.\n"}};
 enum { ROMEO, JULIET, MERCUTIO, KATHARINA, PETRUCHIO, MENENIUS };
+enum { ASIDE = CHARACTERS, SEQUENCES }; /* a fork of the character that is asked */
 
 typedef struct game {
     options opt;
@@ -85,7 +87,7 @@ typedef struct game {
     tkv_config cfg;
     void *arena, *scratch;
     tkv_cache *kv;
-    character of[CHARACTERS];
+    character of[SEQUENCES];
     int speaking;            /* the sequence whose layers are computed */
     double cache;            /* seconds in the cache, of the present frame */
     int secret_token;        /* begins the word after "The" in a line that tells a secret number */
@@ -247,24 +249,26 @@ static void address(game *g, int seq, const char *line) {
 
 enum { DIGITS = 5 };
 
-/* Asks a character for a secret number, takes its likeliest answer, and takes question and answer back again. */
+/* Asks a character for a secret number, and takes its likeliest answer. A fork of it hears the question and answers.
+ * Without a fork, tkv_seq_truncate would take question and answer back, and the character's newest tokens would stay in
+ * fewer bits than before (manual, recipe R22). */
 static void ask_number(game *g, int seq, const char *name, char *answer) {
-    const int before = tkv_get_length(g->kv, seq, TKV_ALL_LAYERS);
     int n = 0;
     char text[128];
     snprintf(text, sizeof text, "\nThe secret number of %s is", name);
-    hear(g, seq, text);
+    check(g, tkv_seq_fork(g->kv, seq, ASIDE, TKV_UNLIMITED), "fork");
+    hear(g, ASIDE, text);
     while (n < DIGITS) {
         int len;
-        const int token = llama_argmax(g->of[seq].logits, g->model.vocab);
-        const char *piece = llama_piece(&g->model, g->of[seq].last, token, &len);
+        const int token = llama_argmax(g->of[ASIDE].logits, g->model.vocab);
+        const char *piece = llama_piece(&g->model, g->of[ASIDE].last, token, &len);
         for (int i = 0; i < len && n < DIGITS; i++)
             if (piece[i] != ' ') answer[n++] = piece[i] < 32 || piece[i] > 126 ? '?' : piece[i];
         if (len == 0) break;
-        remember(g, seq, &token, 1);
+        remember(g, ASIDE, &token, 1);
     }
     answer[n] = 0;
-    check(g, tkv_seq_truncate(g->kv, seq, before), "truncate");
+    check(g, tkv_seq_reset(g->kv, ASIDE), "reset");
 }
 
 /* >>the scene */
@@ -308,6 +312,7 @@ static void play_scene(game *g) {
     int shown = (n + 1) / 2;
     while (shown > 1 && ends_line(g, tokens[shown - 1])) shown--;
     print_tokens(g, tokens, shown);
+    /* of a speech of REPLY tokens a cut loses little: the tail of exact tokens is shorter by what was cut */
     check(g, tkv_seq_truncate(g->kv, MERCUTIO, length - n + shown), "truncate");
     g->of[MERCUTIO].last = tokens[shown - 1];
     hear(g, MERCUTIO, "--\n");
@@ -558,7 +563,7 @@ int main(int argc, char **argv) {
     if (!g.opt.model) fail("no model; try: npc examples/data/demo.gguf");
     load(&g.opt, &g.model, &g.cfg);
     if (!g.cfg.model.rope.dim) fail("the model's RoPE is of a kind that tkv_seq_shift does not know");
-    g.cfg.limits.max_seqs = CHARACTERS;
+    g.cfg.limits.max_seqs = SEQUENCES;
     g.cfg.limits.max_tokens = MEMORY;
     g.cfg.limits.max_append = CHUNK;
     g.cfg.budget.bytes = ARENA;
@@ -569,8 +574,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < CHARACTERS; i++) {
         g.of[i].name = cast[i][0];
         g.of[i].persona = cast[i][1];
-        g.of[i].logits = (float *)allocate((size_t)g.model.vocab, sizeof(float));
     }
+    for (int i = 0; i < SEQUENCES; i++)
+        g.of[i].logits = (float *)allocate((size_t)g.model.vocab, sizeof(float));
     int tokens[8];
     (void)tokens_of(&g, " secret", tokens, 8);
     g.secret_token = tokens[0];
@@ -588,7 +594,7 @@ int main(int argc, char **argv) {
     tkv_destroy(g.kv);
     g.cfg.budget.bytes = ARENA;
     if (!g.load) print_frames(&g);
-    for (int i = 0; i < CHARACTERS; i++) free(g.of[i].logits);
+    for (int i = 0; i < SEQUENCES; i++) free(g.of[i].logits);
     free(g.space);
     free(g.arena);
     free(g.scratch);

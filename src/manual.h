@@ -18,6 +18,7 @@
  *    4 Words
  *    5 Appending and attending                   R8 attention over two sets of keys
  *                                                R11 characters with a common prompt
+ *                                                R22 a reply that is taken back
  *                                                R13 back to a state of a hybrid model
  *                                                R16 a conversation in a file's bytes
  *                                                R17 a journal, and its file attached
@@ -231,6 +232,12 @@
  *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
  *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
  *
+ *   Replies that are taken back. A chat writes a reply, the user wants another one, and the tokens of the reply go. If
+ *   they are truncated, the prompt stays as coarse as the reply has made it: after a long one, even the user's last
+ *   question has left the hot tail. A fork at the end of the prompt loses nothing (recipe R22). It keeps the hot tail
+ *   exact while the reply grows, and takes its bytes until it is reset at the next message. Keep the logits of the
+ *   prompt's last token with it: the next reply begins with them, and no token is computed again.
+ *
  *   Other changes of a sequence. None of them codes a token again:
  *     tkv_seq_remove   removes positions anywhere
  *     tkv_seq_shift    gives tokens other positions
@@ -328,6 +335,28 @@
  *            (double)memory.total / (double)prompt);
  *     if (tkv_seq_truncate(kv, 3, 1024 + 15)) return 1;    // the player interrupts character 3
  *     printf("character 3 has %d tokens, character 4 %d\n", tkv_get_length(kv, 3, 0), tkv_get_length(kv, 4, 0));
+ * End of recipe
+ *
+ * Recipe R22: a reply that is taken back
+ *     enum { CHAT, PROMPT };                               // PROMPT: the chat as it was before the reply
+ *     int hot[3];
+ *     cfg.limits.max_seqs = 2;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int part = 0; part < 4; part++) {               // 0: the prompt of 1,000 tokens; then three replies of 640
+ *         tkv_layer_info info;
+ *         for (int i = 0; i < (part ? 16 : 25); i++) {
+ *             run_model(40);
+ *             for (int layer = 0; layer < LAYERS; layer++)
+ *                 if (tkv_append(kv, CHAT, layer, k, v, 40)) return 1;
+ *         }
+ *         if (part == 0 && tkv_seq_fork(kv, CHAT, PROMPT, TKV_UNLIMITED)) return 1;
+ *         if ((part == 1 || part == 2) && tkv_seq_fork(kv, PROMPT, CHAT, TKV_UNLIMITED)) return 1; // takes it back
+ *         if (part == 3 && tkv_seq_truncate(kv, CHAT, 1000)) return 1; // so does this, in fewer bits
+ *         if (tkv_get_layer(kv, CHAT, 0, &info)) return 1;
+ *         if (part != 1) hot[part ? part - 1 : 0] = info.tokens[TKV_TIER_HOT];
+ *     }
+ *     printf("exact tokens: %d before the replies, %d after two forks, %d after a cut\n", hot[0], hot[1], hot[2]);
+ *     if (tkv_seq_reset(kv, PROMPT)) return 1;             // at the user's next message; then fork behind it
  * End of recipe
  *
  * Recipe R13: back to a state of a hybrid model

@@ -211,6 +211,13 @@ class Recipes(unittest.TestCase):
                         self.run_recipe("R11"))
         self.assertLess(float(said.group(1)), 4)
 
+    def test_r22_a_reply_that_is_taken_back(self):
+        said = re.match(r"^exact tokens: (\d+) before the replies, (\d+) after two forks, (\d+) after a cut\n$",
+                        self.run_recipe("R22"))
+        before, forked, cut = map(int, said.groups())
+        self.assertEqual(forked, before)
+        self.assertLess(cut, before / 2)
+
     def test_r13_back_to_a_state(self):
         said = re.match(r"^back to 6000: from the state of (\d+) tokens, 4000 bytes\n$", self.run_recipe("R13"))
         self.assertTrue(said)

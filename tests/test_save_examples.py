@@ -91,6 +91,22 @@ class Chat(SavingExample, unittest.TestCase):
         self.assertEqual(out.count("saved in"), 2)
         self.assertEqual(self.read("say.tkv"), self.read("stdin.tkv"))
 
+    def test_an_answer_is_taken_back(self):
+        """The likeliest answer, taken back and given again, leaves the talk as it was: no token is in fewer bits."""
+        args = "-t", "0", "-n", "64", "--hot", "16", "--warm", "32:kivi4", "--archive", "kivi2"
+        lines = "Who art thou?", "What news?"
+        plain, _ = self.talk("plain.tkv", *lines, args=args)
+        again, _ = self.talk("again.tkv", *lines, "/again", "/again", args=args)
+        self.assertEqual(self.read("plain.tkv"), self.read("again.tkv"))
+        answers = re.findall(r"^> .*\n((?:[^[>].*\n|\n)*)", again, re.M)
+        self.assertEqual(answers[1:], 3 * answers[1:2])
+        self.assertTrue(again.startswith(plain.split("[plain.tkv")[0]))
+        out, _ = self.talk("other.tkv", *lines, "/again", args=("-t", "1.5"))  # random answers differ
+        answers = re.findall(r"^> .*\n((?:[^[>].*\n|\n)*)", out, re.M)
+        self.assertNotEqual(answers[1], answers[2])
+        out, _ = self.talk("other.tkv", "/again")  # a loaded talk has no fork
+        self.assertIn("[there is no answer to take back]", out)
+
     def test_a_damaged_file_is_set_aside(self):
         self.talk("d.tkv", "Who art thou?")
         good = self.read("d.tkv")
