@@ -565,7 +565,8 @@
  *     BF16          hot tier, where values exceed 65504
  *     F32           hot tier, for references
  *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 256 tokens of
- *                   a layer, unless a calibration is loaded.
+ *                   a layer, unless a calibration is loaded. Bits are shared out to four channels at a time, so a
+ *                   head of 50 channels takes the bytes of one of 52, and errs as little.
  *     R40 .. R10    values; the same
  *     Q8            K and V, nearly exact, about half of the bytes of F16
  *     KIVI4         K and V, 4.5 bits, without learning: for small contexts (R7)
@@ -1109,7 +1110,9 @@
  *            u64 evicted_mask | u64 sink_mask
  *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
  *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
- *            2 zeros | i32 first position | u32 repeat | u64 record of the first
+ *            u8 rule | a zero | i32 first position | u32 repeat | u64 record of the first
+ *            rule: 1 in A formats where head_dim is no multiple of allocation_unit, and for 4 channels below A30; else
+ *            0. Older versions coded these keys with fewer bits and wrote 0; such blocks are refused
  *            `repeat` blocks, `step` positions apart, whose records follow each other
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
@@ -7759,7 +7762,7 @@ static const tkvi_family tkvi_subspace_family = {
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
  * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
- * (core/allocate.h).
+ * (core/allocate.h). A head whose channels do not fill its last tile has the bytes of one that fills it.
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] | outlier [pad] |
  *          a channel without bits: fp16 low byte | high byte
@@ -45199,6 +45202,15 @@ static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     return 1;
 }
 
+/* The rule by which the bits of a layer's coded keys are shared out. 1: channels count in whole groups, and a head
+ * has at least two tile bits (tkvi_head_budget). The rule before it gave fewer, and wrote 0. 0: both give the same
+ * bytes. */
+static int tkvi_sharing_rule(const tkv_cache *kv, int layer, int format) {
+    const int dim = tkvi_geometry_of(kv, layer)->head_dim;
+    return tkvi_formats[format].shared &&
+           (dim % kv->tables.cfg.format.allocation_unit || (dim == 4 && tkvi_formats[format].bits < 12));
+}
+
 /* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. is_cache: the run names
  * its layout. */
 static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run, int is_cache) {
@@ -46319,6 +46331,7 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         at[2] = (uint8_t)c->tokens;
         at[3] = b->tier;
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
+        at[6] = (uint8_t)tkvi_sharing_rule(s->kv, s->layer, (int)c->pair.k);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
         if (s->is_cache) {
@@ -47154,9 +47167,9 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     const uint8_t *run = tkvi_saved_blocks(list, i);
     const int64_t repeat = tkvi_saved_repeat(run);
     const uint64_t at = tkvi_load64(run + 16);
-    int layout;
+    int layout, rule;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (repeat == 1 && run[5]) || run[7] ||
         (list->is_cache && (tkvi_load16(run + 26) > l->kv->tables.n_layouts ||
                             tkvi_load16(run + 28) > run[2] || tkvi_load16(run + 30))))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
@@ -47164,6 +47177,12 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
+    rule = tkvi_sharing_rule(l->kv, layer, run[0]);
+    if (run[6] > rule)
+        return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
+    if (run[6] < rule)
+        return tkvi_refuse_saved_model(
+            l, "an older version coded keys of this head_dim with fewer bits, layer", layer);
     if (at % 64 || at > l->from.file.end ||
         (l->from.file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) <
             (size_t)repeat)
