@@ -592,7 +592,8 @@
  *     BF16          hot tier, where values exceed 65504
  *     F32           hot tier, for references
  *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 256 tokens of
- *                   a layer, unless a calibration is loaded.
+ *                   a layer, unless a calibration is loaded. Bits are shared out to four channels at a time, so a
+ *                   head of 50 channels takes the bytes of one of 52, and errs as little.
  *     R40 .. R10    values; the same
  *     Q8            K and V, nearly exact, about half of the bytes of F16
  *     KIVI4         K and V, 4.5 bits, without learning: for small contexts (R7)
@@ -1136,7 +1137,9 @@
  *            u64 evicted_mask | u64 sink_mask
  *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
  *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
- *            2 zeros | i32 first position | u32 repeat | u64 record of the first
+ *            u8 rule | a zero | i32 first position | u32 repeat | u64 record of the first
+ *            rule: 1 in A formats where head_dim is no multiple of allocation_unit, and for 4 channels below A30; else
+ *            0. Older versions coded these keys with fewer bits and wrote 0; such blocks are refused
  *            `repeat` blocks, `step` positions apart, whose records follow each other
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32

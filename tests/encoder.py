@@ -301,8 +301,8 @@ def equal_share(which, quarters, dim):
     pad = round_up(dim, 16)
     tiles = round_up(dim, 4) // 4
     row = round_up(3 * pad, 64) - round_up(2 * pad, 64)
-    budget = max(0, (2 * (quarters * dim - pad) - row) // 32)
-    score = [min(4, dim - 4 * i) for i in range(tiles)]
+    budget = max(2, (2 * (quarters * 4 * tiles - pad) - row) // 32)
+    score = [4 * round(8 * float(np.log2(min(4, dim - 4 * i) / 4))) for i in range(tiles)]  # 1/32 octave
     steps = sorted((-score[i] - GAINS[b], b, i) for i in range(tiles) for b in range(6))[:budget]
     widths = [sum(i == tile for _, _, i in steps) for tile in range(tiles)]
     return Share(widths=[w for w in widths if w])

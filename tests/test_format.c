@@ -651,6 +651,126 @@ TEST(fewer_bits_more_error) {
     }
 }
 
+/* >>every head_dim: a head whose channels do not fill its tiles loses no more than its neighbours that do */
+enum { LEAST_VALUES = 2048 }; /* of a measurement, for heads of few channels: they differ most by chance */
+
+typedef struct head_error {
+    double all, worst; /* root mean square error over that of zeros: of all values, of the worst channel */
+} head_error;
+
+/* The errors of n decoded tokens y. */
+static head_error compare_rows(const float *x, const float *y, int n, int dim) {
+    double err_sq = 0.0, sum_sq = 0.0;
+    head_error e;
+    int t, c;
+    e.worst = 0.0;
+    for (c = 0; c < dim; c++) {
+        double err = 0.0, sum = 1e-30;
+        for (t = 0; t < n; t++) {
+            const double is = (double)x[t * dim + c], off = (double)y[t * dim + c] - is;
+            err += off * off;
+            sum += is * is;
+        }
+        e.worst = err / sum > e.worst ? err / sum : e.worst;
+        err_sq += err;
+        sum_sq += sum;
+    }
+    e.all = sqrt(err_sq / sum_sq);
+    e.worst = sqrt(e.worst);
+    return e;
+}
+
+/* The next head_dim to test, in steps of 4: all, or few of them beyond 20. Their neighbours are tested with each. */
+static int next_group(int dim) { return dim < 20 || !tkv_test_quick() ? dim + 4 : dim + 112; }
+
+/* values: random ones, enough for LEAST_VALUES and 8 tokens of the largest head. Encodes blocks of 8 tokens: most
+ * formats code each token alone, and the ranges of columns are those of 8 tokens for every head_dim. */
+static head_error codec_error(tkv_codec *c, int dim, const float *values) {
+    const int n = 8 * dim < LEAST_VALUES ? LEAST_VALUES / dim / 8 * 8 : 8;
+    int t;
+    c->head_dim = dim;
+    for (t = 0; t < n; t += 8) {
+        CHECK_EQ(tkv_encode_block(c, values + t * dim, 0, 8, bytes, sizeof bytes), TKV_OK);
+        CHECK_EQ(tkv_decode_block(c, bytes, sizeof bytes, 8, out + t * dim, 0), TKV_OK);
+    }
+    return compare_rows(values, out, n, dim);
+}
+
+static const char *format_name(int f) { return tkv_get_name(TKV_NAME_FORMAT, f); }
+
+/* Blocks alone. Of A formats, which take longest, small heads only: the next test has all. */
+TEST(every_head_dim_in_every_format) {
+    tkv_rng r = tkv_rng_seed(88);
+    int f, side, dim, i, n_pairs = 0;
+    tkv_rng_fill(&r, in, MAX_VALUES, 1.0);
+    for (f = 1; f < TKV_FORMAT_COUNT; f++)
+        for (side = 0; side < 2; side++) {
+            tkv_codec c = make_codec((tkv_format)f, side, 64, 64);
+            const int is_a = f >= TKV_A40 && f <= TKV_A15, is_squat = f == TKV_SQUAT4 || f == TKV_SQUAT2;
+            const int most = is_a ? 40 : is_squat ? 256 : TKV_MAX_HEAD_DIM;
+            if (tkv_get_block_bytes(&c) == 0) continue;
+            n_pairs++;
+            for (dim = 4; dim <= most; dim = next_group(dim)) {
+                const head_error whole = codec_error(&c, dim, in);
+                /* a channel alone has no outlier in KVQUANT */
+                for (i = dim - 3; i < dim; i++) {
+                    const head_error e = codec_error(&c, i, in);
+                    CHECK_MSG(e.all <= 1.3 * whole.all, "%s: %d channels err by %.4f, %d by %.4f",
+                              format_name(f), i, e.all, dim, whole.all);
+                }
+            }
+        }
+    CHECK_LE(50, n_pairs);
+}
+
+/* Keys of A formats in a cache: a layer for each. All tokens are in the archive. */
+enum { A_LAYERS = TKV_A15 - TKV_A40 + 1, A_TOKENS = 40 };
+
+/* out: the error of each layer's keys. */
+static void cache_errors(int dim, const float *values, head_error *e) {
+    tkv_layer_config layers[A_LAYERS];
+    tkv_config cfg = make_sized_config(A_LAYERS, 1, 1, dim, 1, A_TOKENS);
+    tkv_cache *kv;
+    int i;
+    memset(layers, 0, sizeof layers);
+    for (i = 0; i < A_LAYERS; i++) layers[i].archive = pair_of((tkv_format)(TKV_A40 + i), TKV_F16);
+    cfg.model.v_head_dim = 1;
+    cfg.layers = layers;
+    cfg.tiers.warm_tokens = TKV_OFF;
+    cfg.tiers.sink_tokens = TKV_OFF;
+    kv = create_cache(&cfg);
+    for (i = 0; i < A_LAYERS; i++) CHECK_EQ(tkv_append(kv, 0, i, values, values, A_TOKENS), TKV_OK);
+    CHECK_EQ(tkv_freeze_calibration(kv), TKV_OK);
+    CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+    for (i = 0; i < A_LAYERS; i++) {
+        CHECK_EQ(tkv_read(kv, 0, i, 0, A_TOKENS, out, NULL), TKV_OK);
+        e[i] = compare_rows(values, out, A_TOKENS, dim);
+    }
+    tkv_destroy(kv);
+}
+
+/* A tile of one channel has about one bit less than the others, so this channel may err twice as much as the worst one
+ * of whole tiles. */
+TEST(keys_of_every_head_dim_in_a_cache) {
+    static head_error e[A_LAYERS], whole[A_LAYERS];
+    tkv_rng r = tkv_rng_seed(89);
+    int dim, i, f;
+    tkv_rng_fill(&r, in, MAX_VALUES, 1.0);
+    for (dim = 4; dim <= TKV_MAX_HEAD_DIM; dim = next_group(dim)) {
+        cache_errors(dim, in, whole);
+        for (i = dim - 3; i < dim; i++) {
+            cache_errors(i, in, e);
+            for (f = 0; f < A_LAYERS; f++) {
+                CHECK_MSG(e[f].all <= 1.2 * whole[f].all, "%s: %d channels err by %.4f, %d by %.4f",
+                          format_name(TKV_A40 + f), i, e[f].all, dim, whole[f].all);
+                CHECK_MSG(e[f].worst <= 2.5 * whole[f].worst,
+                          "%s: a channel of %d errs by %.4f, of %d by %.4f", format_name(TKV_A40 + f), i,
+                          e[f].worst, dim, whole[f].worst);
+            }
+        }
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(golden_hashes);
@@ -676,5 +796,7 @@ int main(int argc, char **argv) {
     RUN(nonfinite_is_refused);
     RUN(bad_arguments_are_refused);
     RUN(fewer_bits_more_error);
+    RUN(every_head_dim_in_every_format);
+    RUN(keys_of_every_head_dim_in_a_cache);
     return tkv_test_end();
 }

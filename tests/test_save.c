@@ -2479,6 +2479,59 @@ static void write_golden(void) {
     printf("};\n\n#endif /* TKV_GOLDEN_SAVED_H */\n");
 }
 
+/* A block of A keys names the rule that shared out its bits. Files of e1db1b6 and before have 0 there. Where that rule
+ * gave other bytes, the file is refused, and nothing has changed; elsewhere it loads. */
+TEST(keys_of_odd_heads_name_their_rule) {
+    static const struct {
+        int dim, unit;
+        tkv_format k;
+        int rule;
+    } rows[] = {{18, 4, TKV_A40, 1},  {19, 4, TKV_A15, 1},  {4, 4, TKV_A25, 1},
+                {4, 4, TKV_A30, 0},   {20, 4, TKV_A40, 0},  {1, 4, TKV_A40, 1},
+                {20, 16, TKV_A40, 1}, {32, 16, TKV_A40, 0}, {18, 4, TKV_KIVI4, 0}};
+    static float x[200 * 32];
+    tkv_rng r = tkv_rng_seed(91);
+    int i;
+    tkv_rng_fill(&r, x, COUNT(x), 1.0);
+    for (i = 0; i < COUNT(rows); i++) {
+        tkv_config cfg = make_sized_config(1, 1, 1, rows[i].dim, 1, 200);
+        const tkv_save_params save = save_params(0);
+        const tkv_load_params load = load_params(0);
+        const uint8_t *section;
+        uint8_t *list, *run;
+        size_t n = 0;
+        int k, named = 0;
+        cfg.format.allocation_unit = rows[i].unit;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(rows[i].k, TKV_F16);
+        tkv_cache *kv = create_cache(&cfg);
+        CHECK_EQ(tkv_append(kv, 0, 0, x, x, 200), TKV_OK);
+        CHECK_EQ(tkv_seq_flush(kv, 0, TKV_FLUSH_ALL), TKV_OK);
+        CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &n), TKV_OK);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_OK);
+        check_cache(kv);
+        section = find_in_index(file, n, SAVED_LISTS, 0);
+        REQUIRE(section);
+        list = file + get64(section + 8);
+        run = list + 48 + 48 * (size_t)get32(list + 40);
+        for (k = 0; k < (int)get32(list + 44); k++, run += 24) {
+            named += run[6];
+            CHECK_EQ(run[6], run[0] == (uint8_t)rows[i].k ? rows[i].rule : 0);
+            run[6] = 0;
+        }
+        CHECK_EQ(named > 0, rows[i].rule);
+        repair_index(file, n);
+        CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+        CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), rows[i].rule ? TKV_ERR_CONFIG : TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 0, 0), rows[i].rule ? 0 : 200);
+        if (rows[i].rule)
+            CHECK_STR(tkv_get_last_error(kv),
+                      "an older version coded keys of this head_dim with fewer bits, layer 0");
+        check_cache(kv);
+        tkv_destroy(kv);
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc > 1 && strcmp(argv[1], "--golden") == 0) return write_golden(), 0;
     tkv_test_begin(argc, argv);
@@ -2488,6 +2541,7 @@ int main(int argc, char **argv) {
     RUN(sequences_that_lost_their_anchors_are_saved);
     RUN(other_plans_load_it);
     RUN(other_models_are_refused);
+    RUN(keys_of_odd_heads_name_their_rule);
     RUN(tables_of_many_caches);
     RUN(offloaded_blocks_are_saved);
     RUN(a_callback_gets_the_same_bytes);

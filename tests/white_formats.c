@@ -436,9 +436,15 @@ static int sum_bits(const tkvi_tile_counts *runs) {
 /* Returns the gain of one more bit per code in an item: `unit` tiles of 4 channels. Channels descend in importance. */
 static int gain_of(const head_set *s, int head, int item, int bits) {
     static const int ladder[6] = {-22, -63, -112, -169, -223, -277}; /* 32 log2 of D(b) - D(b + 1) */
-    int c, sum = 0;
-    for (c = 0; c < 4 * s->unit; c++) sum += s->importance[head][4 * s->unit * item + c];
-    return sum ? 4 * s->head[head].k_weight + sum / s->unit + ladder[bits] : -1000000;
+    int c, sum = 0, n = 0, saved;
+    for (c = 4 * s->unit * item; c < 4 * s->unit * (item + 1); c++) {
+        sum += s->importance[head][c];
+        n += s->importance[head][c] > 0;
+    }
+    if (n == 0) return -1000000;
+    /* a group of n channels saves n / (4 unit) of what a full one saves */
+    saved = (int)lround(8.0 * log2(n)) - (int)lround(8.0 * log2(4.0 * s->unit));
+    return 4 * (s->head[head].k_weight + saved) + 4 * sum / n + ladder[bits];
 }
 
 /* Gives one bit after the other to the item with the largest gain. Among equal gains, the item with fewer bits is
@@ -511,7 +517,7 @@ TEST(heads_share_the_whole_budget) {
         int h, sum = 0, total, all_full = 1, has_tie;
         draw_heads(&r, &s, n, dim, unit, 0);
         tkvi_share_k(s.head, n, q, dim, s.pad, round % 2, unit, budget);
-        total = n * tkvi_head_budget(q, dim, s.pad, round % 2);
+        total = n * tkvi_head_budget(q, dim, unit, round % 2);
         has_tie = share_greedily(&s, total, s.pad, bits, spent);
         n_compared += !has_tie;
         for (h = 0; h < n; h++) {

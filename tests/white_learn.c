@@ -210,7 +210,8 @@ static void check_table(const tkv_cache *kv, int layer, const char *what) {
         }
         CHECK_LE(at, c->bytes.total);
         if (kf->shared) {
-            k_budget = cfg->model.n_kv_heads * tkvi_head_budget(kf->bits, cfg->model.head_dim, pad, 1);
+            k_budget = cfg->model.n_kv_heads *
+                       tkvi_head_budget(kf->bits, cfg->model.head_dim, cfg->format.allocation_unit / 4, 1);
             /* rounding may leave less than a unit, and one bit of an odd budget */
             CHECK_MSG(k_bits <= k_budget && k_bits > k_budget - cfg->format.allocation_unit / 2 - 1,
                       "%s: %d tile bits of %d", what, k_bits, k_budget);

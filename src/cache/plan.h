@@ -707,7 +707,8 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
         k = heads * 32 *
-            tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad, r.k.has_outlier);
+            tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, cfg->format.allocation_unit / 4,
+                             r.k.has_outlier);
         k = (k + 63) / 64 * 64;
         total += k;
     }

@@ -43,12 +43,18 @@ static const tkvi_ladder tkvi_ladder_v_low = {4, {-84, -116, -147, -201, 0, 0}, 
 
 #define TKVI_SCORE_NONE (-100000)
 
-/* Score of group i of a head's tiles, `unit` tiles in a group. unit 0: the whole head is the item. */
+/* Score of group i of a head's tiles, `unit` tiles in a group. unit 0: the whole head is the item. Positions without a
+ * channel are not part of the mean, and a bit of the group saves nothing in them. */
 static int tkvi_score(const tkvi_head *h, int unit, int i) {
-    int sum = 0, c;
+    int sum = 0, n = 0, c;
     if (unit == 0) return 4 * h->reach;
-    for (c = 0; c < 4 * unit; c++) sum += h->importance[4 * unit * i + c];
-    return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
+    for (c = 0; c < 4 * unit; c++) {
+        const int importance = h->importance[4 * unit * i + c];
+        sum += importance;
+        n += importance > 0;
+    }
+    if (n == 0) return TKVI_SCORE_NONE;
+    return 4 * (h->k_weight + tkvi_log8((float)n) - tkvi_log8((float)(4 * unit))) + 4 * sum / n;
 }
 
 /* Cost of all steps of a head whose saving reaches the threshold. taken: NULL, or out: number of items that take
@@ -117,10 +123,13 @@ static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_la
 
 /* >>K */
 /* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes.
+ * Channels count in whole groups of `unit` tiles, because the bits of a group cost the same however many channels it
+ * has. Two tile bits are the least: they make the 64 bytes that codes are rounded up to.
  * has_row: 1 if the outlier token has a row (formats/a.h). The codes give up the bytes that it adds to a block. */
-static int tkvi_head_budget(int quarters, int dim, int pad, int has_row) {
+static int tkvi_head_budget(int quarters, int dim, int unit, int has_row) {
+    const int pad = tkvi_round_up(dim, 16), whole = tkvi_round_up(dim, 4 * unit);
     const size_t row = has_row ? tkvi_align_up(3 * (size_t)pad) - tkvi_align_up(2 * (size_t)pad) : 0;
-    return tkvi_max(0, (2 * (quarters * dim - pad) - (int)row) / 32);
+    return tkvi_max(2, (2 * (quarters * whole - pad) - (int)row) / 32);
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
@@ -143,7 +152,7 @@ static void tkvi_share_equally(int quarters, int dim, int pad, int has_row, tkvi
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, has_row), tiles);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, 1, has_row), tiles);
 }
 
 /* Splits a layer's budget among its heads, at most 4 bits a channel. has_row: as in tkvi_head_budget. budget[h]: out,
@@ -152,7 +161,7 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
                          int unit, int *budget) {
     int h, odd = 0;
     tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, has_row), budget);
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, unit, has_row), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;

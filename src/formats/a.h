@@ -55,7 +55,7 @@
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
  * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
- * (core/allocate.h).
+ * (core/allocate.h). A head whose channels do not fill its last tile has the bytes of one that fills it.
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] | outlier [pad] |
  *          a channel without bits: fp16 low byte | high byte

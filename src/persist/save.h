@@ -506,6 +506,7 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         at[2] = (uint8_t)c->tokens;
         at[3] = b->tier;
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
+        at[6] = (uint8_t)tkvi_sharing_rule(s->kv, s->layer, (int)c->pair.k);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
         if (s->is_cache) {

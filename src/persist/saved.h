@@ -452,6 +452,15 @@ static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     return 1;
 }
 
+/* The rule by which the bits of a layer's coded keys are shared out. 1: channels count in whole groups, and a head
+ * has at least two tile bits (tkvi_head_budget). The rule before it gave fewer, and wrote 0. 0: both give the same
+ * bytes. */
+static int tkvi_sharing_rule(const tkv_cache *kv, int layer, int format) {
+    const int dim = tkvi_geometry_of(kv, layer)->head_dim;
+    return tkvi_formats[format].shared &&
+           (dim % kv->tables.cfg.format.allocation_unit || (dim == 4 && tkvi_formats[format].bits < 12));
+}
+
 /* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. is_cache: the run names
  * its layout. */
 static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run, int is_cache) {

@@ -262,9 +262,9 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     const uint8_t *run = tkvi_saved_blocks(list, i);
     const int64_t repeat = tkvi_saved_repeat(run);
     const uint64_t at = tkvi_load64(run + 16);
-    int layout;
+    int layout, rule;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (repeat == 1 && run[5]) || run[7] ||
         (list->is_cache && (tkvi_load16(run + 26) > l->kv->tables.n_layouts ||
                             tkvi_load16(run + 28) > run[2] || tkvi_load16(run + 30))))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
@@ -272,6 +272,12 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
+    rule = tkvi_sharing_rule(l->kv, layer, run[0]);
+    if (run[6] > rule)
+        return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
+    if (run[6] < rule)
+        return tkvi_refuse_saved_model(
+            l, "an older version coded keys of this head_dim with fewer bits, layer", layer);
     if (at % 64 || at > l->from.file.end ||
         (l->from.file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) <
             (size_t)repeat)
