@@ -2728,7 +2728,8 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
  * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
  * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
- * left. States that have seen a removed token go. A reservation ends.
+ * left. States that have seen a removed token go. A reservation ends. If no token has a position in the range, nothing
+ * changes: the length stays, even if the last indices have no token any more.
  * Errors, nothing changed:
  *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
  *   TKV_ERR_STATE     a step is open
@@ -2791,7 +2792,9 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  * All later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
  * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
  * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
- * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
+ * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed. Queries may come
+ * near tokens that had expired, if these are among those that go: they do not see them, and sinks that expired with
+ * them count as evicted.
  *   n           0 to max_append
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
@@ -3419,6 +3422,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
  * token are skipped: tokens that are appended later are not pinned.
  *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: pins end when the layer has that
  *           many tokens. Such pins in one block of 64 tokens last as long as the longest, also after a merge.
+ * A pin belongs to its token: it stays when the token gets another index or position, is coded or merged. Forks and
+ * saves have it too, tkv_seq_copy leaves it behind. A pin that has ended does not come back when the layer gets
+ * shorter. Where tkv_seq_slide removes n tokens, `until` falls by n, as the length does: the pin lasts for as many new
+ * tokens as before.
  * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
 /* Names the tokens start to start + n - 1 as attention sinks, in all layers: tokens at any index that draw attention,
@@ -31070,6 +31077,14 @@ static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_decay_to_step(&kv->token_scores, &n[b], n[a].score_step);
 }
 
+/* Scores of a list of `len` tokens go to a list that then has new_len tokens. They are as old there as here. Where
+ * older queries do not count, no query of that list has given them. */
+static void tkvi_carry_scores(tkv_cache *kv, tkvi_token_meta *meta, int len, int new_len) {
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
+    tkvi_decay_to_step(&kv->token_scores, meta, tkvi_max(meta->score_step, len));
+    meta->score_step = mode && mode->fresh ? 0 : new_len;
+}
+
 /* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
@@ -32390,6 +32405,24 @@ static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, 
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
+/* Takes the pins that have ended off block i, and those of tokens that are gone. Called before pins of two blocks get
+ * one end, and before the list gets shorter: a pin that has ended does not come back. */
+static void tkvi_drop_ended_pins(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_token_meta *meta;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    meta = &kv->pool.token_meta[ids[i]];
+    meta->temporary_mask &= meta->temporary_until > list->len ? tkvi_used_mask(kv, list, ids, i) : 0;
+    if (!meta->temporary_mask) meta->temporary_until = 0;
+}
+
+/* Takes the pins that have ended off all blocks of a list. */
+static void tkvi_drop_ended_pins_in(tkv_cache *kv, int seq, int layer) {
+    int i;
+    for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++) tkvi_drop_ended_pins(kv, seq, layer, i);
+}
+
 /* Mask of the live tokens of block i that a policy may choose. Anchors are not among them. */
 static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return i < list->anchors ? 0 : tkvi_live_mask_in(kv, list, ids, i);
@@ -32528,6 +32561,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     if (kv->pool.token_meta) {
         tkvi_align_steps(kv, ids[i], ids[i + 1]);
+        tkvi_drop_ended_pins(kv, seq, layer, i);
+        tkvi_drop_ended_pins(kv, seq, layer, i + 1);
         to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
         to->n_packed =
             (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
@@ -32680,13 +32715,13 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     TKVI_ASSERT((uint32_t)list->n <= kv->work.choice_cap); /* it grows with the lists */
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
+    tkvi_drop_ended_pins_in(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_compute_key_norms(kv, seq, layer, ids[i], choosable, c->value + c->n);
@@ -38670,8 +38705,11 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     st = tkvi_check_cut(kv, seq, n_tokens);
     if (st) return st;
     pages_before = tkvi_n_pages_taken(&kv->pool);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        if (tkvi_list_of(kv, seq, layer)->len <= n_tokens) continue;
+        tkvi_drop_ended_pins_in(kv, seq, layer); /* an abort does not: its tokens were never appended */
+        tkvi_truncate_list(kv, seq, layer, n_tokens);
+    }
     tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
@@ -39045,13 +39083,12 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 const int at = tkvi_slot_index(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
+            these &= tkvi_used_mask(kv, list, ids, i);
             if (!these) continue;
-            token_meta->temporary_mask &=
-                tkvi_pinned_mask_of(kv, list, ids[i]); /* removes pins that have ended */
+            tkvi_drop_ended_pins(kv, seq, layer, i);
             if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
-                token_meta->temporary_until =
-                    tkvi_max(token_meta->temporary_mask ? token_meta->temporary_until : 0, until);
+                token_meta->temporary_until = tkvi_max(token_meta->temporary_until, until);
                 token_meta->temporary_mask |= these;
             } else {
                 token_meta->pinned_mask &= ~these;
@@ -39494,7 +39531,9 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     tkvi_uncount_blocks(to, n, from->n);
     for (i = 0; i < tkvi_anchors_of(to); i++)
         tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
-    if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
+    if (to->len <= n_tokens) return;
+    tkvi_drop_ended_pins_in(kv, dst, layer);
+    tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
 /* Makes dst, which is empty, see the first n_tokens of src in all layers, with their states. Cannot fail. */
@@ -39875,7 +39914,7 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
     int i, t, from, to;
     if (!list->n) return 0;
     tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
-    if (to < list->len) return list->len; /* the last token stays */
+    if (from == to || to < list->len) return list->len; /* the range does not reach the end */
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         if (i < list->anchors) used = 0; /* their own blocks have them too */
@@ -39952,8 +39991,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     int layer, len = 0, first_index;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
-    first_index =
-        kv->states.list[seq].n || kv->seq[seq].n_pages ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
+    first_index = tkvi_first_index_in(kv, seq, &range);
+    if (first_index == TKVI_FOREVER) return tkvi_ok(kv); /* else a tail without tokens would be cut */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -40038,6 +40077,8 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_entry *a = &kv->pool.entry[id];
     const tkvi_entry *b = &kv->pool.entry[old_id];
     const uint64_t of_b = ~(uint64_t)0 << b->first_slot; /* its bits of other slots say nothing */
+    tkvi_drop_ended_pins(kv, seq, layer, i);
+    tkvi_drop_ended_pins(kv, seq, layer, i + 1);
     a->evicted_mask = (a->evicted_mask & ~of_b) | (b->evicted_mask & of_b);
     tkvi_set_sink_mask(&kv->pool, id, (a->sink_mask & ~of_b) | (b->sink_mask & of_b));
     a->end_slot = b->end_slot;
@@ -40255,8 +40296,11 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     e->start = at;
     e->shift += from - at + copy->delta;
     if (kv->tables.plan[layer].rope) e->turned += copy->delta;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta)
-        kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        meta->pinned_mask = meta->temporary_mask = 0;
+        tkvi_carry_scores(kv, meta, src->len, at + to - from);
+    }
     tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;
     dst->sinks += is_sink;
     dst->is_moved |= e->shift != 0 || e->turned != 0;
@@ -40383,13 +40427,14 @@ static int tkvi_move_up(const tkvi_gone *gone, int index) {
     return index >= gone->to ? index - (gone->to - gone->from) : tkvi_min(index, gone->from);
 }
 
-/* Moves the stamps of an entry's tokens, which are lengths of the list. */
+/* Moves the stamps of an entry, which are lengths of the list: the list loses n tokens. Scores older than that age to
+ * n first. Where older queries do not count, they stay. */
 static void tkvi_move_stamps_up(tkv_cache *kv, uint32_t id, int n) {
-    tkvi_token_meta *meta;
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    meta = &kv->pool.token_meta[id];
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
+    tkvi_token_meta *meta = &kv->pool.token_meta[id];
+    if (mode && !mode->fresh && meta->score_step < n) tkvi_decay_to_step(&kv->token_scores, meta, n);
     meta->score_step = tkvi_max(0, meta->score_step - n);
-    meta->temporary_until = tkvi_max(0, meta->temporary_until - n);
+    if (meta->temporary_mask) meta->temporary_until -= n; /* of pins that have not ended */
     if (meta->moved_at) meta->moved_at = tkvi_max(1, meta->moved_at - n);
 }
 
@@ -40436,7 +40481,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     if (start >= gone->to) {
         e->start -= n;
         if (kv->tables.plan[layer].rope) e->turned -= n;
-        tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
     kept = end > gone->to ? tkvi_slots_between(kv, list, ids, i, gone->to, end) : 0;
@@ -40462,7 +40506,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     }
     e->start -= n;
     if (kv->tables.plan[layer].rope) e->turned -= n;
-    tkvi_move_stamps_up(kv, ids[i], n);
     return 1;
 }
 
@@ -40472,6 +40515,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
     tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    tkvi_drop_ended_pins_in(kv, seq, layer);
+    for (i = 0; TKVI_HAS_EVICT && kv->pool.token_meta && i < list->n; i++)
+        tkvi_move_stamps_up(kv, ids[i], gone->to - gone->from);
     for (i = 0; i < list->n; i++) {
         slot = tkvi_slot_behind(kv, list, ids, i, gone);
         if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
@@ -40484,7 +40530,10 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     list->len = tkvi_move_up(gone, list->len);
     list->chunk_start = tkvi_move_up(gone, list->chunk_start);
     list->step_len = tkvi_move_up(gone, list->step_len);
-    list->expired = tkvi_move_up(gone, list->expired);
+    list->evict_len = tkvi_move_up(gone, list->evict_len);
+    /* Where all tokens behind the sinks that expired are among those that go, later queries may come near them: what is
+     * missing there is gone because the caller wished it. */
+    list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
     list->is_moved = list->n > 0;
 }
 
@@ -40543,7 +40592,8 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     if (excess <= 0) return tkvi_ok(kv);
     slide.gone.from = 0;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
-        slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
+        if (kv->tables.plan[layer].stored_layer == layer)
+            slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
     slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
@@ -40611,9 +40661,11 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];
         tkvi_token_meta *n = &kv->pool.token_meta[to];
+        tkvi_align_steps(kv, from, to);
         n->scores[to_slot] = m->scores[from_slot];
         n->pinned_mask = (n->pinned_mask & ~bit) | (m->pinned_mask >> from_slot & 1) << to_slot;
         n->temporary_mask = (n->temporary_mask & ~bit) | (m->temporary_mask >> from_slot & 1) << to_slot;
+        if (n->temporary_mask & bit) n->temporary_until = tkvi_max(n->temporary_until, m->temporary_until);
     }
 }
 
@@ -40720,6 +40772,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
             tkvi_token_meta *meta = &kv->pool.token_meta[id];
             *meta = kv->pool.token_meta[from];
             meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
+            meta->temporary_until = 0;
         }
         to->position = 0;
     }
@@ -40744,6 +40797,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t;
     tkvi_keep_cursor to;
+    tkvi_drop_ended_pins_in(kv, keep->seq, layer);
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
@@ -45940,6 +45994,8 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     const int has_meta = TKVI_HAS_EVICT && pool->token_meta;
     if (has_meta) *m = pool->token_meta[s->ids[i]];
     else memset(m, 0, sizeof *m);
+    if (m->temporary_until <= tkvi_list_of(s->kv, s->seq, s->layer)->len)
+        m->temporary_mask = 0; /* pins that have ended */
     if (s->p->length && (i == s->list.n - 1 || i < tkvi_anchors_of(&s->list)))
         tkvi_cut_entry(&e, has_meta ? m : NULL, s->list.len);
     return e;
