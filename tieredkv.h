@@ -39525,15 +39525,14 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
     int i;
     TKVI_ASSERT((uint32_t)n <= kv->seq[dst].cap);
+    tkvi_drop_ended_pins_in(kv, src, layer); /* dst may be shorter than their ends */
     for (i = 0; i < n; i++)
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
     for (i = 0; i < tkvi_anchors_of(to); i++)
         tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
-    if (to->len <= n_tokens) return;
-    tkvi_drop_ended_pins_in(kv, dst, layer);
-    tkvi_truncate_list(kv, dst, layer, n_tokens);
+    if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
 /* Makes dst, which is empty, see the first n_tokens of src in all layers, with their states. Cannot fail. */
