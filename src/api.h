@@ -936,7 +936,8 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
  * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
  * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
- * left. States that have seen a removed token go. A reservation ends.
+ * left. States that have seen a removed token go. A reservation ends. If no token has a position in the range, nothing
+ * changes: the length stays, even if the last indices have no token any more.
  * Errors, nothing changed:
  *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
  *   TKV_ERR_STATE     a step is open
@@ -999,7 +1000,9 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  * All later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
  * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
  * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
- * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
+ * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed. Queries may come
+ * near tokens that had expired, if these are among those that go: they do not see them, and sinks that expired with
+ * them count as evicted.
  *   n           0 to max_append
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
@@ -1627,6 +1630,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
  * token are skipped: tokens that are appended later are not pinned.
  *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: pins end when the layer has that
  *           many tokens. Such pins in one block of 64 tokens last as long as the longest, also after a merge.
+ * A pin belongs to its token: it stays when the token gets another index or position, is coded or merged. Forks and
+ * saves have it too, tkv_seq_copy leaves it behind. A pin that has ended does not come back when the layer gets
+ * shorter. Where tkv_seq_slide removes n tokens, `until` falls by n, as the length does: the pin lasts for as many new
+ * tokens as before.
  * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
 /* Names the tokens start to start + n - 1 as attention sinks, in all layers: tokens at any index that draw attention,

@@ -2844,6 +2844,158 @@ TEST(slides_leave_tokens_in_each_layer) {
     tkv_destroy(kv);
 }
 
+/* Layers without a cache, and those that read another layer, have no sinks of their own: the span of a slide begins
+ * behind those of the layers with tokens. */
+TEST(slides_count_sinks_of_layers_with_tokens) {
+    static tkv_layer_config layers[2];
+    int kind, n_removed;
+    for (kind = 0; kind < 3; kind++) {
+        tkv_config cfg = make_f32_config(kind ? 2 : 1, 1);
+        tkv_cache *kv;
+        memset(layers, 0, sizeof layers);
+        layers[0].sink_tokens = TKV_OFF;
+        layers[1].no_cache = kind == 1;
+        layers[1].share_kv = kind == 2;
+        cfg.layers = layers;
+        cfg.model.rope.dim = TKV_OFF;
+        cfg.limits.max_tokens = 256;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 0, 200, 200), TKV_OK);
+        CHECK_EQ(tkv_seq_slide(kv, 0, 100, &n_removed), TKV_OK);
+        CHECK_EQ(n_removed, 64);
+        fill_rows(0, 0, 64, 136, k_in, v_in); /* the first 64 went */
+        CHECK_EQ(tkv_read(kv, 0, 0, 0, 136, k_out, v_out), TKV_OK);
+        CHECK_MEM(k_out, k_in, 136 * K_ROW * sizeof(float));
+        check_cache_at(kv, "kind", kind);
+        tkv_destroy(kv);
+    }
+}
+
+/* The tokens that a layer with a window of 127 has and the newest query sees. has_sinks: 1 if it has the sinks. */
+static plain_sequence *seen_through_window(const plain_sequence *s, int has_sinks, int sees_sinks) {
+    static plain_sequence seen;
+    int t;
+    for (t = seen.n = 0; t < s->n; t++)
+        if (t < 4 ? has_sinks && (sees_sinks || s->n - t <= 127) : s->token[t].position > s->n - 1 - 127)
+            seen.token[seen.n++] = s->token[t];
+    return &seen;
+}
+
+/* A slide takes more than the window has expired. Later queries see what is held, as if the others had been removed.
+ * Sinks that the window hides had expired, and are not seen where the slide brings them near. */
+TEST(decoding_goes_on_behind_a_slide_past_the_window) {
+    static tkv_layer_config layers[2];
+    static plain_sequence s;
+    int sees_sinks, n, n_removed, i, n_past = 0;
+    layers[0].window = 127;
+    for (sees_sinks = 0; sees_sinks < 2; sees_sinks++)
+        for (n = 64; n <= 448; n += 64) {
+            tkv_config cfg = make_move_config(1), exact = make_move_config(1);
+            tkv_layer_info info;
+            tkv_cache *kv;
+            int expired;
+            cfg.model.window_sinks = sees_sinks;
+            cfg.layers = layers;
+            cfg.limits.max_tokens = 512;
+            kv = create_cache(&cfg);
+            memset(&s, 0, sizeof s);
+            append_plain(kv, 0, &s, 0, 400, 400);
+            append_plain(kv, 0, &s, 400, 1, 1);
+            CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+            expired = info.expired;
+            CHECK(expired > 100);
+            CHECK_EQ(tkv_seq_slide(kv, 0, n, &n_removed), TKV_OK);
+            slide_plain(&s, 4, n_removed);
+            n_past += n_removed > expired;
+            for (i = 0; i < 40; i++) {
+                const plain_sequence *seen = seen_through_window(&s, sees_sinks, sees_sinks);
+                CHECK_LE(difference_in(kv, 0, seen, &exact, 0), 1e-9);
+                CHECK_LE(difference_in(kv, 0, &s, &exact, 1), 1e-9);
+                check_cache_at(kv, "slid by", n_removed);
+                if (i == 20) { /* back over the slide */
+                    s.n = s.n > 30 ? s.n - 10 : s.n;
+                    CHECK_EQ(tkv_seq_truncate(kv, 0, s.n), TKV_OK);
+                } else if (s.n < 500) append_plain(kv, 0, &s, 1000 * (i + 1), i % 10 ? 1 : 60, 60);
+                if (s.n + 60 > 512) {
+                    CHECK_EQ(tkv_seq_slide(kv, 0, 60, &n_removed), TKV_OK);
+                    slide_plain(&s, 4, n_removed);
+                }
+            }
+            tkv_destroy(kv);
+        }
+    CHECK(n_past >= 6);
+}
+
+/* A removal of positions that no token has changes nothing, also where the last indices have no token any more. */
+TEST(removals_of_nothing_change_nothing) {
+    static const int range[][2] = {{15, TKV_UNLIMITED},
+                                   {100, 200},
+                                   {12, TKV_UNLIMITED},
+                                   {10, 15},
+                                   {12, 12},
+                                   {15, 15},
+                                   {10, 11},
+                                   {14, 15}};
+    static tkv_layer_config layers[3];
+    uint64_t victims[2] = {0, 0};
+    tkv_config cfg = make_move_config(3);
+    tkv_cache *kv;
+    snapshot before;
+    int i, shift, position;
+    layers[1].no_cache = 1;
+    layers[2].sink_tokens = TKV_OFF;
+    cfg.model.n_layers = 3;
+    cfg.layers = layers;
+    kv = create_cache(&cfg);
+    for (shift = 0; shift <= 7; shift += 7)
+        for (i = 0; i < COUNT(range); i++) {
+            const int end = range[i][1] == TKV_UNLIMITED ? TKV_UNLIMITED : range[i][1] + shift;
+            CHECK_EQ(tkv_seq_reset(kv, 0), TKV_OK);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 30, 30), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 10, 20), TKV_OK);
+            CHECK_EQ(tkv_seq_truncate(kv, 0, 15), TKV_OK);
+            CHECK_EQ(tkv_seq_shift(kv, 0, 0, TKV_UNLIMITED, shift), TKV_OK);
+            before = snapshot_of_tokens(kv);
+            CHECK_EQ(tkv_seq_remove(kv, 0, range[i][0] + shift, end), TKV_OK);
+            {
+                snapshot now = snapshot_of_tokens(kv);
+                CHECK_MSG(is_same_snapshot(&now, &before), "positions from %d to %d, shift %d", range[i][0],
+                          range[i][1], shift);
+                free_snapshot(&now);
+                free_snapshot(&before);
+            }
+            CHECK_EQ(tkv_get_length(kv, 0, 0), 15);
+            CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);
+            CHECK_EQ(tkv_get_positions(kv, 0, 2, 15, 1, &position), TKV_OK);
+            CHECK_EQ(position, 15 + shift);
+            check_cache_at(kv, "range", i);
+        }
+    CHECK_EQ(append_to_all_layers(kv, 1, 0, 200, 200),
+             TKV_OK); /* the first blocks go, and no other is left */
+    CHECK_EQ(tkv_seq_remove(kv, 1, 0, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 1, 50), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 1, 20, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 1, 50, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 50);
+    CHECK_EQ(tkv_seq_remove(kv, 2, 0, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 2, TKV_ALL_LAYERS), 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+    /* One layer has evicted its last tokens, and the other has them: a removal at the end is a truncation of both. */
+    cfg = make_move_config(1);
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 0, 100, 100), TKV_OK);
+    for (i = 80; i < 100; i++) add_to_mask(victims, i);
+    CHECK_EQ(evict_tokens(kv, 0, 1, victims, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 100, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 100);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 90, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_get_length(kv, 0, TKV_ALL_LAYERS), 90);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 /* All tokens that a cut leaves had been evicted: there is no block, and a query that gives scores sees no key. */
 TEST(nothing_is_left_of_moved_tokens) {
     const uint64_t victims = ~(uint64_t)0;
@@ -3015,6 +3167,9 @@ int main(int argc, char **argv) {
     RUN(keeping_from_before_the_first_token_on);
     RUN(anchors_allow_keeping_tokens_in_a_row);
     RUN(slides_leave_tokens_in_each_layer);
+    RUN(slides_count_sinks_of_layers_with_tokens);
+    RUN(decoding_goes_on_behind_a_slide_past_the_window);
+    RUN(removals_of_nothing_change_nothing);
     RUN(forks_of_evicted_tokens_are_cut_and_moved);
     RUN(nothing_is_left_of_moved_tokens);
     RUN(jumps_of_a_full_cache_in_place);

@@ -192,6 +192,149 @@ TEST(merged_blocks_keep_pins) {
     tkv_destroy(kv);
 }
 
+/* Evicts all tokens that no pin keeps, and checks that those of [first, end) pairs stay, in all layers. */
+static void check_pinned(tkv_cache *kv, int seq, const int *ranges, int n_ranges, const char *what) {
+    uint64_t all[32];
+    const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
+    int l, t, r;
+    memset(all, 0xff, sizeof all);
+    CHECK_EQ(evict_tokens(kv, seq, TKV_ALL_LAYERS, all, len), TKV_OK);
+    for (l = 0; l < LAYERS; l++)
+        for (t = 0; t < len; t++) {
+            uint64_t bit = 0;
+            int wanted = 0;
+            for (r = 0; r < n_ranges; r++) wanted |= t >= ranges[2 * r] && t < ranges[2 * r + 1];
+            CHECK_EQ(live_mask_of(kv, seq, l, t, 1, &bit), TKV_OK);
+            CHECK_MSG((int)bit == wanted, "%s: layer %d, token %d", what, l, t);
+        }
+    check_cache(kv);
+}
+
+static tkv_cache *make_moving_cache(void) {
+    tkv_config cfg = make_config(0);
+    cfg.evict.sink_tokens = TKV_OFF;
+    cfg.model.rope.dim = TKV_OFF;
+    cfg.tiers.hot_tokens = 1024;
+    cfg.tiers.hot = cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_F32, TKV_F32);
+    cfg.limits.max_tokens = 600;
+    cfg.limits.max_seqs = 2;
+    return create_cache(&cfg);
+}
+
+/* Tokens of two blocks come into one: all kept tokens keep their pins. A pin that had ended does not come back. */
+TEST(kept_tokens_keep_pins_with_an_end) {
+    static const int pinned[] = {60, 66};
+    int indices[64], n, length;
+    for (length = 0; length < 2; length++) {
+        tkv_cache *kv = make_moving_cache();
+        append_tokens(kv, 108);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 70, 6, 200), TKV_OK);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 55, 6, 109), TKV_OK); /* is over soon */
+        append_tokens(kv, 1);
+        for (n = 0; n < 46; n++) indices[n] = 50 + n;
+        CHECK_EQ(tkv_seq_keep(kv, 0, 40, indices, n), TKV_OK);
+        CHECK_EQ(tkv_get_length(kv, 0, 0), 86);
+        append_up_to(kv, length ? 200 : 199);
+        check_pinned(kv, 0, pinned, !length, "kept");
+        tkv_destroy(kv);
+    }
+}
+
+/* Pins that have ended stay ended: where blocks are split and joined again, where short blocks are merged, and after
+ * cuts, in the sequence, in forks and in saved parts. An aborted step ends none. */
+TEST(ended_pins_stay_ended) {
+    static const int later[] = {40, 46}, merged[] = {70, 76}, early[] = {4, 11};
+    static uint8_t file[1 << 20];
+    tkv_save_params save;
+    tkv_load_params load;
+    size_t size;
+    int kind, done;
+    for (kind = 0; kind < 6; kind++) {
+        tkv_cache *kv = make_moving_cache();
+        append_tokens(kv, 70);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 4, 7, 100), TKV_OK);
+        if (kind == 4) append_up_to(kv, 90);
+        if (kind == 4) CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+        append_up_to(kv, kind == 4 ? 120 : 200);
+        if (kind == 0) {
+            CHECK_EQ(tkv_seq_shift(kv, 0, 32, TKV_UNLIMITED, 5), TKV_OK);
+            CHECK_EQ(tkv_seq_pin(kv, 0, 40, 6, 500), TKV_OK);
+            CHECK_EQ(tkv_seq_shift(kv, 0, 37, TKV_UNLIMITED, -5), TKV_OK);
+            check_pinned(kv, 0, later, 1, "shifted there and back");
+        } else if (kind == 1) {
+            append_up_to(kv, 300);
+            CHECK_EQ(tkv_seq_pin(kv, 0, 70, 6, 500), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 20, 68), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 80, 132), TKV_OK);
+            CHECK_EQ(tkv_maintain(kv, 100, NULL, NULL, &done), TKV_OK);
+            CHECK(done > 0);
+            check_pinned(kv, 0, merged, 1, "merged in idle time");
+        } else if (kind == 2) {
+            CHECK_EQ(tkv_seq_truncate(kv, 0, 90), TKV_OK);
+            check_pinned(kv, 0, NULL, 0, "cut");
+        } else if (kind == 3) {
+            CHECK_EQ(tkv_seq_fork(kv, 0, 1, 90), TKV_OK);
+            check_pinned(kv, 1, NULL, 0, "fork");
+        } else if (kind == 4) {
+            CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+            append_up_to(kv, 99);
+            check_pinned(kv, 0, early, 1, "aborted");
+        } else {
+            memset(&save, 0, sizeof save);
+            memset(&load, 0, sizeof load);
+            save.length = 90;
+            load.seq = 1;
+            CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &size), TKV_OK);
+            CHECK_EQ(tkv_seq_load(kv, &load, file, size, NULL), TKV_OK);
+            check_pinned(kv, 1, NULL, 0, "loaded");
+        }
+        tkv_destroy(kv);
+    }
+}
+
+/* An end that belongs to no token any more does not count for the pins that come later. */
+TEST(ends_of_gone_tokens_do_not_count) {
+    uint64_t victims = (uint64_t)3 << 10;
+    int kind;
+    for (kind = 0; kind < 3; kind++) {
+        tkv_cache *kv = make_moving_cache();
+        append_tokens(kv, 100);
+        if (kind == 0) { /* they are gone already */
+            CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, &victims, 64), TKV_OK);
+            CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 500), TKV_OK);
+        } else if (kind == 1) { /* they are removed */
+            CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 500), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 10, 12), TKV_OK);
+        } else { /* they lose the pin */
+            CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, 500), TKV_OK);
+            CHECK_EQ(tkv_seq_pin(kv, 0, 10, 2, TKV_OFF), TKV_OK);
+        }
+        CHECK_EQ(tkv_seq_pin(kv, 0, 20, 2, 110), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 15, TKV_UNLIMITED, 5), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 15, TKV_UNLIMITED, -5), TKV_OK);
+        append_up_to(kv, 110);
+        check_pinned(kv, 0, NULL, 0, "length 110");
+        tkv_destroy(kv);
+    }
+}
+
+/* A slide lowers the ends of all pins of the sequence as it lowers its length, of sinks too. */
+TEST(slides_lower_the_ends_of_pins) {
+    static const int pinned[] = {0, 4, 336, 346};
+    int more, n_removed;
+    for (more = 0; more < 2; more++) {
+        tkv_cache *kv = make_moving_cache();
+        while (tkv_get_length(kv, 0, 0) < 590) append_tokens(kv, 59);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 0, 4, 595), TKV_OK);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 400, 10, 595), TKV_OK);
+        CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n_removed), TKV_OK);
+        CHECK_EQ(n_removed, 64);
+        append_up_to(kv, more ? 531 : 530);
+        check_pinned(kv, 0, pinned, more ? 0 : 2, "slid");
+        tkv_destroy(kv);
+    }
+}
+
 /* Each chunk pins 40 of its 64 tokens, until the budget has no room. When no token is left to evict, coded blocks are
  * filled up: then 40 pinned tokens do not keep a block of their own. */
 TEST(pinned_tokens_fill_blocks_when_memory_ends) {
@@ -261,6 +404,10 @@ int main(int argc, char **argv) {
     RUN(an_ended_pin_does_not_come_back);
     RUN(slots_of_pinned_tokens_are_not_pinned);
     RUN(merged_blocks_keep_pins);
+    RUN(kept_tokens_keep_pins_with_an_end);
+    RUN(ended_pins_stay_ended);
+    RUN(ends_of_gone_tokens_do_not_count);
+    RUN(slides_lower_the_ends_of_pins);
     RUN(pinned_tokens_fill_blocks_when_memory_ends);
     RUN(wrong_arguments);
     return tkv_test_end();

@@ -134,6 +134,8 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     const int has_meta = TKVI_HAS_EVICT && pool->token_meta;
     if (has_meta) *m = pool->token_meta[s->ids[i]];
     else memset(m, 0, sizeof *m);
+    if (m->temporary_until <= tkvi_list_of(s->kv, s->seq, s->layer)->len)
+        m->temporary_mask = 0; /* pins that have ended */
     if (s->p->length && (i == s->list.n - 1 || i < tkvi_anchors_of(&s->list)))
         tkvi_cut_entry(&e, has_meta ? m : NULL, s->list.len);
     return e;

@@ -46,6 +46,24 @@ static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, 
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
+/* Takes the pins that have ended off block i, and those of tokens that are gone. Called before pins of two blocks get
+ * one end, and before the list gets shorter: a pin that has ended does not come back. */
+static void tkvi_drop_ended_pins(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_token_meta *meta;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    meta = &kv->pool.token_meta[ids[i]];
+    meta->temporary_mask &= meta->temporary_until > list->len ? tkvi_used_mask(kv, list, ids, i) : 0;
+    if (!meta->temporary_mask) meta->temporary_until = 0;
+}
+
+/* Takes the pins that have ended off all blocks of a list. */
+static void tkvi_drop_ended_pins_in(tkv_cache *kv, int seq, int layer) {
+    int i;
+    for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++) tkvi_drop_ended_pins(kv, seq, layer, i);
+}
+
 /* Mask of the live tokens of block i that a policy may choose. Anchors are not among them. */
 static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return i < list->anchors ? 0 : tkvi_live_mask_in(kv, list, ids, i);
@@ -184,6 +202,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     if (kv->pool.token_meta) {
         tkvi_align_steps(kv, ids[i], ids[i + 1]);
+        tkvi_drop_ended_pins(kv, seq, layer, i);
+        tkvi_drop_ended_pins(kv, seq, layer, i + 1);
         to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
         to->n_packed =
             (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
@@ -336,13 +356,13 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     TKVI_ASSERT((uint32_t)list->n <= kv->work.choice_cap); /* it grows with the lists */
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
+    tkvi_drop_ended_pins_in(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_compute_key_norms(kv, seq, layer, ids[i], choosable, c->value + c->n);

@@ -83,6 +83,14 @@ static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_decay_to_step(&kv->token_scores, &n[b], n[a].score_step);
 }
 
+/* Scores of a list of `len` tokens go to a list that then has new_len tokens. They are as old there as here. Where
+ * older queries do not count, no query of that list has given them. */
+static void tkvi_carry_scores(tkv_cache *kv, tkvi_token_meta *meta, int len, int new_len) {
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
+    tkvi_decay_to_step(&kv->token_scores, meta, tkvi_max(meta->score_step, len));
+    meta->score_step = mode && mode->fresh ? 0 : new_len;
+}
+
 /* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;

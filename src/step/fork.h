@@ -104,6 +104,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
     int i;
     TKVI_ASSERT((uint32_t)n <= kv->seq[dst].cap);
+    tkvi_drop_ended_pins_in(kv, src, layer); /* dst may be shorter than their ends */
     for (i = 0; i < n; i++)
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;

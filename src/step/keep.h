@@ -44,9 +44,11 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];
         tkvi_token_meta *n = &kv->pool.token_meta[to];
+        tkvi_align_steps(kv, from, to);
         n->scores[to_slot] = m->scores[from_slot];
         n->pinned_mask = (n->pinned_mask & ~bit) | (m->pinned_mask >> from_slot & 1) << to_slot;
         n->temporary_mask = (n->temporary_mask & ~bit) | (m->temporary_mask >> from_slot & 1) << to_slot;
+        if (n->temporary_mask & bit) n->temporary_until = tkvi_max(n->temporary_until, m->temporary_until);
     }
 }
 
@@ -153,6 +155,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
             tkvi_token_meta *meta = &kv->pool.token_meta[id];
             *meta = kv->pool.token_meta[from];
             meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
+            meta->temporary_until = 0;
         }
         to->position = 0;
     }
@@ -177,6 +180,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t;
     tkvi_keep_cursor to;
+    tkvi_drop_ended_pins_in(kv, keep->seq, layer);
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */

@@ -85,7 +85,7 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
     int i, t, from, to;
     if (!list->n) return 0;
     tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
-    if (to < list->len) return list->len; /* the last token stays */
+    if (from == to || to < list->len) return list->len; /* the range does not reach the end */
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         if (i < list->anchors) used = 0; /* their own blocks have them too */
@@ -162,8 +162,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     int layer, len = 0, first_index;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
-    first_index =
-        kv->states.list[seq].n || kv->seq[seq].n_pages ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
+    first_index = tkvi_first_index_in(kv, seq, &range);
+    if (first_index == TKVI_FOREVER) return tkvi_ok(kv); /* else a tail without tokens would be cut */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -248,6 +248,8 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_entry *a = &kv->pool.entry[id];
     const tkvi_entry *b = &kv->pool.entry[old_id];
     const uint64_t of_b = ~(uint64_t)0 << b->first_slot; /* its bits of other slots say nothing */
+    tkvi_drop_ended_pins(kv, seq, layer, i);
+    tkvi_drop_ended_pins(kv, seq, layer, i + 1);
     a->evicted_mask = (a->evicted_mask & ~of_b) | (b->evicted_mask & of_b);
     tkvi_set_sink_mask(&kv->pool, id, (a->sink_mask & ~of_b) | (b->sink_mask & of_b));
     a->end_slot = b->end_slot;
@@ -465,8 +467,11 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     e->start = at;
     e->shift += from - at + copy->delta;
     if (kv->tables.plan[layer].rope) e->turned += copy->delta;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta)
-        kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        meta->pinned_mask = meta->temporary_mask = 0;
+        tkvi_carry_scores(kv, meta, src->len, at + to - from);
+    }
     tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;
     dst->sinks += is_sink;
     dst->is_moved |= e->shift != 0 || e->turned != 0;

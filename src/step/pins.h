@@ -107,13 +107,12 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 const int at = tkvi_slot_index(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
+            these &= tkvi_used_mask(kv, list, ids, i);
             if (!these) continue;
-            token_meta->temporary_mask &=
-                tkvi_pinned_mask_of(kv, list, ids[i]); /* removes pins that have ended */
+            tkvi_drop_ended_pins(kv, seq, layer, i);
             if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
-                token_meta->temporary_until =
-                    tkvi_max(token_meta->temporary_mask ? token_meta->temporary_until : 0, until);
+                token_meta->temporary_until = tkvi_max(token_meta->temporary_until, until);
                 token_meta->temporary_mask |= these;
             } else {
                 token_meta->pinned_mask &= ~these;

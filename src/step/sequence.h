@@ -1027,8 +1027,11 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     st = tkvi_check_cut(kv, seq, n_tokens);
     if (st) return st;
     pages_before = tkvi_n_pages_taken(&kv->pool);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        if (tkvi_list_of(kv, seq, layer)->len <= n_tokens) continue;
+        tkvi_drop_ended_pins_in(kv, seq, layer); /* an abort does not: its tokens were never appended */
+        tkvi_truncate_list(kv, seq, layer, n_tokens);
+    }
     tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >

@@ -24,13 +24,14 @@ static int tkvi_move_up(const tkvi_gone *gone, int index) {
     return index >= gone->to ? index - (gone->to - gone->from) : tkvi_min(index, gone->from);
 }
 
-/* Moves the stamps of an entry's tokens, which are lengths of the list. */
+/* Moves the stamps of an entry, which are lengths of the list: the list loses n tokens. Scores older than that age to
+ * n first. Where older queries do not count, they stay. */
 static void tkvi_move_stamps_up(tkv_cache *kv, uint32_t id, int n) {
-    tkvi_token_meta *meta;
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    meta = &kv->pool.token_meta[id];
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
+    tkvi_token_meta *meta = &kv->pool.token_meta[id];
+    if (mode && !mode->fresh && meta->score_step < n) tkvi_decay_to_step(&kv->token_scores, meta, n);
     meta->score_step = tkvi_max(0, meta->score_step - n);
-    meta->temporary_until = tkvi_max(0, meta->temporary_until - n);
+    if (meta->temporary_mask) meta->temporary_until -= n; /* of pins that have not ended */
     if (meta->moved_at) meta->moved_at = tkvi_max(1, meta->moved_at - n);
 }
 
@@ -77,7 +78,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     if (start >= gone->to) {
         e->start -= n;
         if (kv->tables.plan[layer].rope) e->turned -= n;
-        tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
     kept = end > gone->to ? tkvi_slots_between(kv, list, ids, i, gone->to, end) : 0;
@@ -103,7 +103,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     }
     e->start -= n;
     if (kv->tables.plan[layer].rope) e->turned -= n;
-    tkvi_move_stamps_up(kv, ids[i], n);
     return 1;
 }
 
@@ -113,6 +112,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
     tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    tkvi_drop_ended_pins_in(kv, seq, layer);
+    for (i = 0; TKVI_HAS_EVICT && kv->pool.token_meta && i < list->n; i++)
+        tkvi_move_stamps_up(kv, ids[i], gone->to - gone->from);
     for (i = 0; i < list->n; i++) {
         slot = tkvi_slot_behind(kv, list, ids, i, gone);
         if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
@@ -125,7 +127,10 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     list->len = tkvi_move_up(gone, list->len);
     list->chunk_start = tkvi_move_up(gone, list->chunk_start);
     list->step_len = tkvi_move_up(gone, list->step_len);
-    list->expired = tkvi_move_up(gone, list->expired);
+    list->evict_len = tkvi_move_up(gone, list->evict_len);
+    /* Where all tokens behind the sinks that expired are among those that go, later queries may come near them: what is
+     * missing there is gone because the caller wished it. */
+    list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
     list->is_moved = list->n > 0;
 }
 
@@ -184,7 +189,8 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     if (excess <= 0) return tkvi_ok(kv);
     slide.gone.from = 0;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
-        slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
+        if (kv->tables.plan[layer].stored_layer == layer)
+            slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
     slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
