@@ -2048,7 +2048,9 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     tkv_rope rope;
 } tkv_layer_config;
 
-/* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
+/* >>ladder. A ladder lists plans, called levels, from loose to tight. A full sequence (limits.max_tokens; without a
+ * limit 2^20 tokens) must not take more bytes at a level than at the one before, or the config is refused. Only levels
+ * by length (from_tokens) may be in another order, as the length alone chooses among them. A cache
  * begins at level cfg.budget.pressure.min_level, by default 0. A length or format of 0 takes the cache's value.
  * hot_tokens = TKV_UNLIMITED keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
 #define TKV_MAX_LEVELS 8
@@ -2058,7 +2060,8 @@ typedef struct tkv_level {
     /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
      * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
      * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
-     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. If such levels do not go from
+     * loose to tight, meter.target is refused, and so is tkv_adapt_plan. */
     int from_tokens;
 } tkv_level;
 
@@ -2331,7 +2334,8 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
     /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
      * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
-     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens. Refused in place, where
+     * the plan is fixed */
     int adapt;
 } tkv_budget_config;
 
@@ -2341,7 +2345,8 @@ typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
     /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
      * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
-     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+     * samples of each watched head. Hot tokens stay. Refused where it would do nothing: without levels to choose from,
+     * with budget.bytes, and in place. 0: only tkv_adapt_plan does so */
     float target;
 } tkv_meter_config;
 
@@ -2404,7 +2409,8 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens). Its
+ *      last level has the most bits, so quality cannot choose among its levels (meter.target)
  *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
  * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
  * TKV_NO_METER leaves them out.
@@ -3907,7 +3913,8 @@ TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
  * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
  * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
- * made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * made. Counts as a write.
+ * Errors: TKV_ERR_ARG; TKV_ERR_UNSUPPORTED (levels by length that do not go from loose to tight) */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
@@ -24499,7 +24506,8 @@ typedef struct tkvi_derived_config {
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
     int first_level;        /* level of a new cache */
-    int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
+    int looser_level; /* the first level of the ladder that takes more bytes than the one before; 0: none */
+    int recode_pages; /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -24530,6 +24538,7 @@ typedef struct tkvi_tables {
     tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
     int n_levels, level;             /* levels of the ladder; the current one */
     int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int looser_level;                /* as in tkvi_derived_config */
     int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
     tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
@@ -25289,6 +25298,31 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
+/* Finds the first level at which a full sequence takes more bytes than at the level before. 0: the levels go from loose
+ * to tight. A sequence without a limit counts with 2^20 tokens. */
+static int tkvi_find_looser_level(tkvi_derived_config *h) {
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    double bytes[TKV_MAX_LEVELS] = {0.0};
+    int i, level, tier;
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, specs);
+        for (level = 0; level < h->n_levels && p.stored_layer == i; level++) {
+            const tkvi_tier_spec *s = &specs[level];
+            int left = h->cfg.limits.max_tokens ? h->cfg.limits.max_tokens : 1 << 20;
+            if (p.kept_window) left = tkvi_min(left, p.kept_window);
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const int most = tier == TKV_TIER_HOT ? s->hot : tier == TKV_TIER_WARM ? s->warm : left;
+                bytes[level] += (double)tkvi_min(left, most) * (double)h->bytes[s->key[tier]].total;
+                left -= tkvi_min(left, most);
+            }
+        }
+    }
+    for (level = 1; level < h->n_levels; level++)
+        if (bytes[level] > bytes[level - 1]) return level;
+    return 0;
+}
+
 /* A bound of the bytes of a KV head in one version of the tables and in the statistics. */
 static size_t tkvi_most_head_bytes(const tkvi_derived_config *h) {
     const size_t products = h->query_parts ? tkvi_n_products(h->widest.head_dim) : 0;
@@ -25352,6 +25386,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (hot[i] && h->bytes[i].total / (size_t)h->key[i].n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->key[i].n_kv_heads;
     }
+    if (h->cfg.budget.ladder) h->looser_level = tkvi_find_looser_level(h);
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
     h->recode_pages = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
@@ -25393,6 +25428,28 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
+}
+
+/* Refuses levels that are in no order, and a meter.target that has no levels to choose from. Only lengths may choose
+ * among levels that are not in the order of their bytes. */
+static tkv_status tkvi_validate_order(const tkvi_derived_config *h, char *reason, size_t size) {
+    const tkv_budget_config *b = &h->cfg.budget;
+    const int by_length = h->n_levels > 1 && h->ladder[1].from_tokens;
+    const char *wrong = NULL;
+    if (h->looser_level && !by_length) {
+        char level[64];
+        tkvi_name_entry(level, sizeof level, "budget.ladder[", h->looser_level);
+        level[strlen(level) - 1] = 0; /* the point of a field */
+        return tkvi_bad_text(
+            reason, size, level,
+            " takes more bytes than the level before it; levels must go from loose to tight");
+    }
+    if (!TKVI_HAS_METER || tkvi_bits(h->cfg.meter.target) == 0) return TKV_OK;
+    if (b->bytes) wrong = "it must be 0 with budget.bytes: there the pressure decides";
+    else if (b->pressure.min_level >= b->pressure.max_level)
+        wrong = "it needs levels to choose from: budget.adapt, or a ladder of two levels or more";
+    else if (h->looser_level) wrong = "it must be 0 where levels by length do not go from loose to tight";
+    return wrong ? tkvi_bad(reason, size, "meter.target", (double)h->cfg.meter.target, wrong) : TKV_OK;
 }
 
 /* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors stand beside the sinks, and they never expire. */
@@ -25613,6 +25670,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
                            rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
     }
+    if (!st) st = tkvi_validate_order(shape, reason, size);
     if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
         (cfg->offload.write ||
          cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
@@ -25850,6 +25908,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
     for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
+    t->looser_level = h->looser_level;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
@@ -28721,6 +28780,11 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
         return tkvi_bad(reason, size, "limits.max_tokens", 0, "in place it must be 1 to 2^30 - 1");
     if (TKVI_HAS_METER && derived->n_levels > 1 && derived->ladder[1].from_tokens)
         return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
+                        "it must be 0 in place: there the plan is fixed");
+    if (TKVI_HAS_METER && cfg->budget.adapt)
+        return tkvi_bad(reason, size, "budget.adapt", 1, "it must be 0 in place: there the plan is fixed");
+    if (TKVI_HAS_METER && tkvi_bits(cfg->meter.target) != 0)
+        return tkvi_bad(reason, size, "meter.target", (double)cfg->meter.target,
                         "it must be 0 in place: there the plan is fixed");
     st = tkvi_size_in_place(derived, sizes);
     if (!st) return TKV_OK;
@@ -34277,6 +34341,10 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_status st;
     if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
+    if (kv->tables.looser_level)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "quality cannot choose among levels that do not go from loose to tight: see level",
+                         kv->tables.looser_level, " of the ladder");
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
