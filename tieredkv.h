@@ -3584,8 +3584,9 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 
 /* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
  * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
- * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded.
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer, tokens
+ * younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded. Nor are blocks that another
+ * sequence holds too, or that a shift has split; the blocks behind them can be.
  *
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
@@ -3599,7 +3600,8 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
  *   n_tokens      most tokens; only whole blocks are discarded
- *   n_discarded   (may be NULL) receives the number of tokens discarded; 0 if no block may be discarded
+ *   n_discarded   (may be NULL) receives the number of tokens discarded, of the layer that has discarded most; 0 if no
+ *                 block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
 /* Finds the first run of discarded tokens, in any layer: indices *start to *start + *n - 1. *n 0: there is no such
@@ -31440,13 +31442,18 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
            (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
-/* 1 if block i of a list may be offloaded: it is old, and only this list holds it. Sinks stay in RAM. So do the last
- * two blocks, because attention takes its reference key from them. */
-static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
+/* 1 if block i of a list is old enough to leave RAM. Sinks stay there. So do the last two blocks, because attention
+ * takes its reference key from them. */
+static int tkvi_is_block_old(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i < list->sinks || i + 2 >= list->n || tkvi_block_of(kv, ids[i])->refs > 1) return 0;
-    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
+    if (i < list->sinks || i + 2 >= list->n) return 0;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, tkvi_ids(kv, seq, layer), i), spec);
+}
+
+/* 1 if block i of a list may be offloaded: it is old enough, and one entry alone holds it. */
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
+    return tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->refs == 1 &&
+           tkvi_is_block_old(kv, seq, layer, i, spec);
 }
 
 /* Index of the oldest block of a list that may be offloaded; -1: none. Also updates the passed run. */
@@ -31640,7 +31647,8 @@ static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
  *     discarded  never   1st        2nd         3rd ...                never
  *
  * Blocks are discarded front to back, in all layers at once. The reason: a token cannot be computed without its
- * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h.
+ * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h. Blocks that other entries hold
+ * too stay in RAM, as discarding them would take tokens from another sequence. Those behind them can go.
  *
  * With cfg.recompute the model gives the rows of a discarded block whenever they are read (reclaim/offload.h). Then a
  * sequence in use discards its own oldest blocks as well, by the costs of rules/remat.h.
@@ -31679,8 +31687,14 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
            tkvi_has_discarded(kv, seq, layer, start, list->len);
 }
 
-/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
- * decide which blocks are old enough. TKVI_FOREVER for an empty sequence. */
+/* 1 if a block can be discarded once it is old: it is in RAM, one entry alone holds it, and it has no named sinks. */
+static int tkvi_is_discardable(const tkv_cache *kv, uint32_t id) {
+    const tkvi_block *b = tkvi_block_of(kv, id);
+    return !tkvi_is_offloaded(b) && b->refs == 1 && !tkvi_sink_mask(&kv->pool, id);
+}
+
+/* The position up to which blocks behind the sinks may be discarded in all layers, if tkvi_is_discardable says so.
+ * level: its tier specs decide which blocks are old enough. TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
@@ -31688,23 +31702,21 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, spec);) i++;
+        for (i = list->sinks; i < list->n && tkvi_is_block_old(kv, seq, layer, i, spec);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;
 }
 
-/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM and has no named sinks. Layers can
- * differ: the block with the lowest start counts. Returns 0 if no layer has such a block. */
+/* Positions *start .. *end - 1 of the first block behind the sinks that can be discarded (tkvi_is_discardable). Layers
+ * can differ: the block with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         i = list->sinks;
-        while (i < list->n &&
-               (tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) || tkvi_sink_mask(&kv->pool, ids[i])))
-            i++;
+        while (i < list->n && !tkvi_is_discardable(kv, ids[i])) i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -31713,22 +31725,24 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
     return found;
 }
 
-/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Blocks with named sinks stay.
+/* Discards the blocks behind the sinks that end at or before `to`, in all layers, if tkvi_is_discardable says so.
  * Offloaded blocks stay offloaded: they take no slots, and reading them is cheaper than recomputing them. really: 0
- * only counts. Returns the bytes freed. *last: raised to the end of the last block that is discarded. */
-static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
+ * only counts. Returns the bytes freed. *most: raised to the number of tokens of the layer that discards most. */
+static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *most) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int n = 0;
         for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
             tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const uint32_t page = b->page;
             const int slot = b->slot;
-            if (tkvi_is_offloaded(b) || tkvi_sink_mask(&kv->pool, ids[i])) continue;
+            if (!tkvi_is_discardable(kv, ids[i])) continue;
             freed += kv->tables.layout[b->layout].bytes.total;
-            *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
+            n += tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i);
+            *most = tkvi_max(*most, n);
             if (!really) continue;
             b->page = TKVI_NIL;
             if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
@@ -31755,17 +31769,17 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
  * all layers. If not all layers may discard up to its end, only the blocks before their common limit are discarded.
  * Returns the bytes freed; 0: there is nothing to discard. */
 static size_t tkvi_discard_idle(tkv_cache *kv) {
-    int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0, n = 0;
     if (!TKVI_HAS_DISCARD) return 0;
     for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
         end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
-        if (!tkvi_discard_to(kv, seq, end, 0, &last)) continue;
+        if (!tkvi_discard_to(kv, seq, end, 0, &n)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &n) : 0;
 }
 
 /* Finds the block, in all layers, that a sequence with cfg.recompute may discard next. cheap: as in
@@ -31773,7 +31787,7 @@ static size_t tkvi_discard_idle(tkv_cache *kv) {
 static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *cost, int cheap,
                                 double *price) {
     const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS), now = tkvi_max(0, len - 1);
-    int last = 0, first = TKVI_FOREVER, layer;
+    int n = 0, first = TKVI_FOREVER, layer;
     tkv_remat_block block;
     memset(&block, 0, sizeof block);
     if (!tkvi_first_in_ram(kv, seq, &block.start, &block.end)) return 0;
@@ -31784,7 +31798,7 @@ static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *
         if (list->n > list->sinks)
             first = tkvi_min(first, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), list->sinks));
     }
-    block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &last);
+    block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &n);
     TKVI_ASSERT(block.bytes > 0); /* the block is in RAM */
     if (!tkvi_remat_fits_step(cost, first, block.end, 0) ||
         !tkvi_remat_may_discard(cost, &block, (int64_t)len - (block.start - first),
@@ -31801,7 +31815,7 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_remat_config cost;
     double least = 0.0, price;
-    int seq, from = -1, to = 0, last = 0;
+    int seq, from = -1, to = 0, n = 0;
     if (!TKVI_HAS_DISCARD || !cfg->recompute.compute) return 0;
     const char *const fault = tkvi_recompute_cost(cfg, &cost);
     TKVI_ASSERT(!fault); /* the config was validated */
@@ -31816,7 +31830,7 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
         to = end;
         least = price;
     }
-    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &n) : 0;
 }
 
 #endif /* TKVI_RECLAIM_DISCARD_H */
@@ -33772,7 +33786,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
-                                      tkvi_sink_mask(&kv->pool, ids[i]));
+                                      !tkvi_is_discardable(kv, ids[i]));
         const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
@@ -33823,7 +33837,7 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired,
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (i >= list->sinks && !tkvi_is_offloaded(b) && !tkvi_sink_mask(&kv->pool, ids[i]) &&
+        if (i >= list->sinks && tkvi_is_discardable(kv, ids[i]) &&
             tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
@@ -41014,7 +41028,7 @@ static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
-    int first, last, end;
+    int first, last, end, n = 0;
     if (n_discarded) *n_discarded = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
@@ -41022,10 +41036,26 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
     if (end > last) return tkvi_ok(kv);
-    (void)tkvi_discard_to(kv, seq, last, 1, &end);
-    if (n_discarded) *n_discarded = end - first;
+    (void)tkvi_discard_to(kv, seq, last, 1, &n);
+    if (n_discarded) *n_discarded = n;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
+}
+
+/* 1 if the positions start .. end - 1 have blocks in RAM, and other entries hold all of them too. */
+static int tkvi_is_piece_shared(const tkv_cache *kv, int seq, int start, int end) {
+    int layer, i, any_shared = 0, any_own = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            if (tkvi_block_end(kv, list, ids, i) <= start || tkvi_is_offloaded(b)) continue;
+            any_shared |= b->refs > 1;
+            any_own |= b->refs == 1;
+        }
+    }
+    return any_shared && !any_own;
 }
 
 TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
@@ -41033,13 +41063,15 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       size_t *freed) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     size_t freed_bytes = 0;
-    int n = 0, i, to = 0, last = 0, n_to_recode = 0;
+    int n = 0, i, to = 0, most = 0, n_to_recode = 0;
     if (freed) *freed = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
     if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
                          " blocks (tkv_seq_list_blocks)");
+    for (i = 0; i < n; i++) /* a decision passes over what counts as discarded */
+        blocks[i].discarded |= tkvi_is_piece_shared(kv, seq, blocks[i].start, blocks[i].end);
     st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
                             need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
@@ -41048,7 +41080,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
         n_to_recode += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
-    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
+    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &most);
     if (n_to_recode) {
         tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
         for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)

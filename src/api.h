@@ -1792,8 +1792,9 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 
 /* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
  * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
- * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded.
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer, tokens
+ * younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded. Nor are blocks that another
+ * sequence holds too, or that a shift has split; the blocks behind them can be.
  *
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
@@ -1807,7 +1808,8 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
  *   n_tokens      most tokens; only whole blocks are discarded
- *   n_discarded   (may be NULL) receives the number of tokens discarded; 0 if no block may be discarded
+ *   n_discarded   (may be NULL) receives the number of tokens discarded, of the layer that has discarded most; 0 if no
+ *                 block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
 /* Finds the first run of discarded tokens, in any layer: indices *start to *start + *n - 1. *n 0: there is no such
