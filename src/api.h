@@ -256,7 +256,9 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     tkv_rope rope;
 } tkv_layer_config;
 
-/* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
+/* >>ladder. A ladder lists plans, called levels, from loose to tight. A full sequence (limits.max_tokens; without a
+ * limit 2^20 tokens) must not take more bytes at a level than at the one before, or the config is refused. Only levels
+ * by length (from_tokens) may be in another order, as the length alone chooses among them. A cache
  * begins at level cfg.budget.pressure.min_level, by default 0. A length or format of 0 takes the cache's value.
  * hot_tokens = TKV_UNLIMITED keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
 #define TKV_MAX_LEVELS 8
@@ -266,7 +268,8 @@ typedef struct tkv_level {
     /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
      * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
      * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
-     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. If such levels do not go from
+     * loose to tight, meter.target is refused, and so is tkv_adapt_plan. */
     int from_tokens;
 } tkv_level;
 
@@ -539,7 +542,8 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
     /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
      * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
-     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens. Refused in place, where
+     * the plan is fixed */
     int adapt;
 } tkv_budget_config;
 
@@ -549,7 +553,8 @@ typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
     /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
      * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
-     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+     * samples of each watched head. Hot tokens stay. Refused where it would do nothing: without levels to choose from,
+     * with budget.bytes, and in place. 0: only tkv_adapt_plan does so */
     float target;
 } tkv_meter_config;
 
@@ -612,7 +617,8 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens). Its
+ *      last level has the most bits, so quality cannot choose among its levels (meter.target)
  *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
  * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
  * TKV_NO_METER leaves them out.
@@ -1793,8 +1799,9 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 
 /* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
  * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
- * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded.
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer, tokens
+ * younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded. Nor are blocks that another
+ * sequence holds too, or that a shift has split; the blocks behind them can be.
  *
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
@@ -1808,7 +1815,8 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
  *   n_tokens      most tokens; only whole blocks are discarded
- *   n_discarded   (may be NULL) receives the number of tokens discarded; 0 if no block may be discarded
+ *   n_discarded   (may be NULL) receives the number of tokens discarded, of the layer that has discarded most; 0 if no
+ *                 block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
 /* Finds the first run of discarded tokens, in any layer: indices *start to *start + *n - 1. *n 0: there is no such
@@ -2122,7 +2130,8 @@ TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
  * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
  * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
- * made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * made. Counts as a write.
+ * Errors: TKV_ERR_ARG; TKV_ERR_UNSUPPORTED (levels by length that do not go from loose to tight) */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted

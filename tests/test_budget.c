@@ -893,22 +893,22 @@ TEST(levels_of_any_ladder_have_tags) {
     static const tkv_level ladder[] = {{TKV_UNLIMITED, 0, {TKV_Q8, TKV_Q8}, {TKV_Q8, TKV_Q8}, 0},
                                        {0, TKV_UNLIMITED, {TKV_Q8, TKV_Q8}, {TKV_KIVI2, TKV_KIVI2}, 0},
                                        {0, 0, {TKV_Q8, TKV_Q8}, {TKV_FP8_E4M3, TKV_FP8_E4M3}, 0},
+                                       {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_INT8}, 0},
                                        {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, 0},
-                                       {32, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, 0},
-                                       {0, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_INT8}, 0}};
+                                       {32, 0, {TKV_Q8, TKV_Q8}, {TKV_KIVI4, TKV_KIVI4}, 0}};
     static const tkv_format_pair pairs[] = {{TKV_F16, TKV_F16},           {TKV_Q8, TKV_Q8},
-                                            {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI4, TKV_KIVI4},
-                                            {TKV_KIVI4, TKV_KIVI4},       {TKV_KIVI4, TKV_INT8}};
-    static const char *const tags[] = {"f16", "q8", "fp8-e4m3", "kivi4", "kivi4", "kivi4/int8"};
-    static const char *const names[] = {"fp16", "q8", "fp8", "q4", "kivi4", "q4/int8"};
-    static const int found[] = {0, 1, 2, 3, 3, 5};
+                                            {TKV_FP8_E4M3, TKV_FP8_E4M3}, {TKV_KIVI4, TKV_INT8},
+                                            {TKV_KIVI4, TKV_KIVI4},       {TKV_KIVI4, TKV_KIVI4}};
+    static const char *const tags[] = {"f16", "q8", "fp8-e4m3", "kivi4/int8", "kivi4", "kivi4"};
+    static const char *const names[] = {"fp16", "q8", "fp8", "q4/int8", "q4", "kivi4"};
+    static const int found[] = {0, 1, 2, 3, 4, 4};
     tkv_config cfg = make_sized_config(5, 8, 4, 64, 1, 64);
     tkv_layer_config layers[5];
     tkv_level_info info;
     tkv_cache *kv;
     int i;
     memset(layers, 0, sizeof layers);
-    layers[0].archive = pair_of(TKV_F16, TKV_F16); /* the first layer has a better archive */
+    layers[0].archive = pair_of(TKV_Q8, TKV_Q8); /* the first layer has a better archive */
     layers[2].n_kv_heads = 2;
     layers[2].head_dim = 128;
     layers[3].no_cache = 1;
@@ -918,7 +918,7 @@ TEST(levels_of_any_ladder_have_tags) {
     cfg.budget.n_levels = COUNT(ladder);
     kv = create_cache(&cfg);
     for (i = 0; i < COUNT(ladder); i++) {
-        const double first = i < 2 ? codec_bytes(pairs[i], 64) : codec_bytes(pairs[0], 64);
+        const double first = codec_bytes(pairs[i < 2 ? i : 1], 64);
         const double bytes = 4 * first + 4 * codec_bytes(pairs[i], 64) + 2 * codec_bytes(pairs[i], 128);
         int level = -1;
         CHECK_EQ(tkv_get_level(kv, i, &info), TKV_OK);
@@ -1451,12 +1451,25 @@ TEST(the_default_ladder_changes_no_byte) {
 TEST(in_place_the_level_stays) {
     tkv_config cfg = small_config(0);
     tkv_feedback f;
+    char reason[200];
     size_t bytes = 0;
     tkv_cache *kv;
     void *memory;
     int n;
     cfg.limits.max_tokens = 600;
-    cfg.budget.adapt = 1;
+    cfg.budget.adapt = 1; /* it would do nothing */
+    CHECK_EQ(tkv_create_in_place(&cfg, &f, sizeof f, &kv, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "budget.adapt is 1; it must be 0 in place: there the plan is fixed");
+    CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_ERR_CONFIG);
+    cfg.budget.adapt = 0;
+    cfg.budget.ladder = four_levels;
+    cfg.budget.n_levels = COUNT(four_levels);
+    cfg.budget.pressure.min_level = 1;
+    cfg.meter.heads = 1;
+    cfg.meter.target = .5f;
+    CHECK_EQ(tkv_create_in_place(&cfg, &f, sizeof f, &kv, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_STR(reason, "meter.target is 0.5; it must be 0 in place: there the plan is fixed");
+    cfg.meter.target = 0.0f;
     CHECK_EQ(tkv_get_required_bytes(&cfg, &bytes, NULL), TKV_OK);
     memory = malloc(bytes);
     REQUIRE(memory != NULL);
@@ -1554,14 +1567,17 @@ TEST(wrong_configs_of_adapting) {
         size_t budget;
         float target;
         const char *sentence;
-    } cases[] = {{2, 0, 0, 0, 0, "budget.adapt is 2; it must be 0 or 1"},
-                 {1, 0, 0, 4000 * 1000, 0, "budget.adapt is 1; it must be 0 with budget.bytes"},
-                 {1, 1, 0, 0, 0, "budget.adapt is 1; it must be 0 with a ladder"},
-                 {0, 0, 0, 0, .5f, "meter.target is 0.5; it must be 0 without meter.heads"},
-                 {0, 0, 1, 0, 1.0f, "meter.target is 1; it must be .01 to .9999"},
-                 {0, 0, 1, 0, -.5f, "meter.target is -0.5; it must be .01 to .9999"},
-                 {1, 0, 1, 0, .5f, ""},
-                 {0, 1, 1, 0, .5f, ""}};
+    } cases[] = {
+        {2, 0, 0, 0, 0, "budget.adapt is 2; it must be 0 or 1"},
+        {1, 0, 0, 4000 * 1000, 0, "budget.adapt is 1; it must be 0 with budget.bytes"},
+        {1, 1, 0, 0, 0, "budget.adapt is 1; it must be 0 with a ladder"},
+        {0, 0, 0, 0, .5f, "meter.target is 0.5; it must be 0 without meter.heads"},
+        {0, 0, 1, 0, 1.0f, "meter.target is 1; it must be .01 to .9999"},
+        {0, 0, 1, 0, -.5f, "meter.target is -0.5; it must be .01 to .9999"},
+        {0, 0, 1, 0, .5f, "meter.target is 0.5; it needs levels to choose from: budget.adapt, or a ladder"},
+        {0, 1, 1, 4000 * 1000, .5f, "meter.target is 0.5; it must be 0 with budget.bytes"},
+        {1, 0, 1, 0, .5f, ""},
+        {0, 1, 1, 0, .5f, ""}};
     char reason[200];
     int i;
     for (i = 0; i < COUNT(cases); i++) {
@@ -1574,6 +1590,107 @@ TEST(wrong_configs_of_adapting) {
         CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason),
                  cases[i].sentence[0] ? TKV_ERR_CONFIG : TKV_OK);
         CHECK_MSG(strncmp(reason, cases[i].sentence, strlen(cases[i].sentence)) == 0, "%s", reason);
+    }
+}
+
+/* Levels go from loose to tight. One that takes more bytes than the level before it is refused, with and without a
+ * budget. Lengths may choose among levels in another order, but quality may not: poor quality would lead to fewer bits. */
+TEST(levels_that_are_in_no_order) {
+    static const struct {
+        tkv_level level[3];
+        int max_tokens, window;
+        const char *sentence;
+    } cases[] = {
+        {{{0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+          {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}, 0},
+          {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}},
+         0,
+         0,
+         "budget.ladder[1] takes more bytes than the level before it; levels must go from loose to tight"},
+        {{{0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI4, TKV_KIVI4}, 0},
+          {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+          {0, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI3}, 0}},
+         0,
+         0,
+         "budget.ladder[2] takes more bytes"},
+        /* the same archive, and a larger warm tier or more exact tokens */
+        {{{0, 64, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+          {0, 128, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+          {0, 64, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}},
+         0,
+         0,
+         "budget.ladder[1] takes more bytes"},
+        {{{64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+          {64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0},
+          {TKV_UNLIMITED, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}},
+         0,
+         0,
+         "budget.ladder[2] takes more bytes"},
+        /* more exact tokens and a tighter archive: in order for long sequences, but not for short ones */
+        {{{64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, 0},
+          {64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, 0},
+          {640, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}},
+         0,
+         0,
+         ""},
+        {{{64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, 0},
+          {64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, 0},
+          {640, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}},
+         1000,
+         0,
+         "budget.ladder[2] takes more bytes"},
+        {{{64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, 0},
+          {64, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI3, TKV_KIVI3}, 0},
+          {640, 0, {TKV_KIVI4, TKV_KIVI4}, {TKV_KIVI2, TKV_KIVI2}, 0}},
+         0,
+         1000,
+         "budget.ladder[2] takes more bytes"}};
+    char reason[200];
+    int i, n;
+    for (i = 0; i < COUNT(cases); i++)
+        for (n = 0; n < 2; n++) {
+            tkv_config cfg = small_config(n ? 4000 * 1000 : 0);
+            cfg.tiers.hot_tokens = cfg.tiers.warm_tokens = 0;
+            cfg.budget.ladder = cases[i].level;
+            cfg.budget.n_levels = 3;
+            cfg.limits.max_tokens = cases[i].max_tokens;
+            cfg.model.window = cases[i].window;
+            CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason),
+                     cases[i].sentence[0] ? TKV_ERR_CONFIG : TKV_OK);
+            CHECK_MSG(strncmp(reason, cases[i].sentence, strlen(cases[i].sentence)) == 0, "%d: %s", i,
+                      reason);
+        }
+}
+
+TEST(quality_chooses_no_level_by_length) {
+    static const char *const presets[] = {"by-length", "growing"};
+    int i, n;
+    for (i = 0; i < COUNT(presets); i++) {
+        tkv_config cfg = small_config(0);
+        char reason[200];
+        tkv_feedback f;
+        tkv_advice advice;
+        tkv_cache *kv;
+        cfg.model.rope.dim = DIM;
+        CHECK_EQ(tkv_apply_preset(&cfg, presets[i]), TKV_OK);
+        cfg.meter.heads = 1;
+        cfg.meter.target = .9f;
+        CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), i ? TKV_OK : TKV_ERR_CONFIG);
+        CHECK_STR(
+            reason,
+            i ? ""
+              : "meter.target is 0.9; it must be 0 where levels by length do not go from loose to tight");
+        cfg.meter.target = 0.0f;
+        kv = create_cache(&cfg);
+        CHECK_EQ(tkv_set_level(kv, 2), TKV_OK);
+        CHECK_EQ(tkv_init_feedback(&f, NULL, NULL, 0), TKV_OK);
+        for (n = 0; n < 40; n++) CHECK_EQ(tkv_observe_score(&f, .5f), TKV_OK);
+        CHECK_EQ(tkv_adapt_plan(kv, &f, &advice), i ? TKV_OK : TKV_ERR_UNSUPPORTED);
+        CHECK_EQ(budget_of(kv).level, i ? 1 : 2); /* "by-length" would have gone from 3.5 bits to 2.5 */
+        CHECK_STR(tkv_get_last_error(kv), i ? ""
+                                            : "quality cannot choose among levels that do not go from loose "
+                                              "to tight: see level 2 of the ladder");
+        tkv_destroy(kv);
     }
 }
 
@@ -1687,6 +1804,8 @@ int main(int argc, char **argv) {
     RUN(a_budget_that_cannot_begin_again);
     RUN(the_level_follows_the_meter);
     RUN(wrong_configs_of_adapting);
+    RUN(levels_that_are_in_no_order);
+    RUN(quality_chooses_no_level_by_length);
     RUN(config_names_the_wrong_field);
     RUN(short_sequences_are_archived);
     return tkv_test_end();

@@ -777,8 +777,8 @@ TEST(only_the_path_is_published) {
         cfg.model.rope.base = 1e4f;
         memset(levels, 0, sizeof levels);
         levels[0].warm = levels[1].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-        levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-        levels[1].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+        levels[0].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+        levels[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
         if (kind == 4) cfg.budget.ladder = levels, cfg.budget.n_levels = 2;
         if (kind == 7) cfg.evict.policy = TKV_EVICT_SLIDING;
         kv = create_cache(&cfg);
@@ -823,6 +823,7 @@ TEST(blocks_of_another_level) {
         memset(levels, 0, sizeof levels);
         levels[0].warm = levels[1].warm = levels[1].archive = pair_of(TKV_KIVI4, TKV_KIVI4);
         levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        levels[1].from_tokens = 10000; /* levels by length may have more bits later */
         if (kind == 1) levels[1].warm = pair_of(TKV_Q8, TKV_Q8); /* by way of another format */
         if (kind == 2) {                                         /* level 0 has no warm format on the way */
             levels[0].warm_tokens = TKV_OFF;
@@ -857,8 +858,8 @@ TEST(caches_with_a_ladder) {
     tkv_cache *a, *b;
     memset(levels, 0, sizeof levels);
     levels[0].warm = levels[1].warm = pair_of(TKV_KIVI4, TKV_KIVI4);
-    levels[0].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
-    levels[1].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+    levels[0].archive = pair_of(TKV_KIVI3, TKV_KIVI3);
+    levels[1].archive = pair_of(TKV_KIVI2, TKV_KIVI2);
     cfg.budget.ladder = levels;
     cfg.budget.n_levels = 2;
     a = create_cache(&cfg);

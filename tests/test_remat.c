@@ -726,6 +726,116 @@ TEST(a_named_sink_stays_between_discarded_blocks) {
     tkv_destroy(b);
 }
 
+/* Blocks that another sequence holds too stay in RAM, and so does one that a shift has split. Those behind them go. */
+TEST(shared_blocks_stay_before_discarded_ones) {
+    static const struct {
+        int fork, shift;
+        int discarded, first, n; /* tokens; the first run of discarded ones */
+    } cases[] = {{0, 0, 960, 4, 960}, {260, 0, 704, 260, 704}, {300, 0, 704, 324, 704}, {0, 100, 896, 4, 64}};
+    int i, l, n, start;
+    for (i = 0; i < COUNT(cases); i++) {
+        const int fork = cases[i].fork, seq = fork > 0;
+        tkv_config cfg = small_config();
+        tkv_cache *a, *b;
+        cfg.model.rope.dim = DIM;
+        cfg.tiers.warm = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2);
+        a = create_cache(&cfg);
+        b = create_cache(&cfg);
+        for (n = 0; n < 5; n++) CHECK_EQ(append_to_both(a, b, 0, fork ? fork / 5 : 52), TKV_OK);
+        if (fork) {
+            CHECK_EQ(tkv_seq_fork(a, 0, 1, TKV_UNLIMITED), TKV_OK);
+            CHECK_EQ(tkv_seq_fork(b, 0, 1, TKV_UNLIMITED), TKV_OK);
+            memcpy(k_model[1], k_model[0], sizeof k_model[0]);
+            memcpy(v_model[1], v_model[0], sizeof v_model[0]);
+        }
+        for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(a, b, seq, 70), TKV_OK);
+        if (cases[i].shift) {
+            CHECK_EQ(tkv_seq_shift(a, 0, cases[i].shift, TKV_UNLIMITED, 5), TKV_OK);
+            CHECK_EQ(tkv_seq_shift(b, 0, cases[i].shift, TKV_UNLIMITED, 5), TKV_OK);
+        }
+        n = discard_tokens(b, seq, 1000000);
+        CHECK_MSG(n == cases[i].discarded, "case %d: %d tokens", i, n);
+        for (l = 0; l < LAYERS; l++) CHECK_EQ(count_discarded(b, seq, l), n);
+        CHECK_EQ(find_discarded(b, seq, &start), cases[i].n);
+        CHECK_EQ(start, cases[i].first);
+        check_attention_refused(b, seq);
+        if (fork) check_same(a, b, 0, 3); /* the other sequence lacks nothing */
+        restore_all(b, seq);
+        check_same(a, b, seq, 3);
+        CHECK_EQ(discard_tokens(b, seq, 130), cases[i].shift ? 64 : 128);
+        restore_all(b, seq);
+        check_same(a, b, seq, 3);
+        if (fork) { /* once the blocks are its own, the first ones go too */
+            CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
+            CHECK_EQ(discard_tokens(b, seq, 64), 64);
+            CHECK_EQ(find_discarded(b, seq, &start), 64);
+            CHECK_EQ(start, 4);
+            restore_all(b, seq);
+        }
+        tkv_destroy(a);
+        tkv_destroy(b);
+    }
+}
+
+/* Freeing bytes of a fork passes over the blocks that are shared: they would free nothing. */
+TEST(free_bytes_passes_over_shared_blocks) {
+    tkv_remat_block blocks[32];
+    tkv_remat_action actions[32];
+    tkv_remat r = make_remat(100);
+    tkv_config cfg = small_config();
+    tkv_cache *kv;
+    size_t freed;
+    int n, start;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    kv = create_cache(&cfg);
+    for (n = 0; n < 4; n++) CHECK_EQ(append_to_both(kv, NULL, 0, 65), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    for (n = 0; n < 12; n++) CHECK_EQ(append_to_both(kv, NULL, 1, 70), TKV_OK);
+    CHECK_EQ(tkv_seq_list_blocks(kv, 1, blocks, 32, &n), TKV_OK);
+    CHECK_EQ(tkv_seq_free_bytes(kv, 1, &r, 0.95f, 3 * blocks[3].bytes - 5, blocks, actions, 32, &freed),
+             TKV_OK);
+    CHECK_EQ((int)freed, 3 * BLOCK * ROW * 2 * 2 * LAYERS);
+    CHECK_EQ((int)r.info.freed, (int)freed);
+    CHECK_EQ((int)r.info.discarded, 3);
+    CHECK_EQ(find_discarded(kv, 1, &start), 192);
+    CHECK_EQ(start, 260);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+/* Under a budget an idle sequence with a shared prompt gives its own blocks, so that the active one gets at least as far
+ * as beside an idle one that read the prompt itself. */
+TEST(idle_forks_are_discarded) {
+    int length[2], fork, l;
+    for (fork = 0; fork < 2; fork++) {
+        tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, 2, CHUNK);
+        tkv_cache *kv;
+        tkv_status st = TKV_OK;
+        cfg.budget.bytes = 560 * 1000;
+        cfg.budget.discard = 1;
+        kv = create_cache(&cfg);
+        for (l = 0; l < 4; l++) CHECK_EQ(append_to_both(kv, NULL, 0, 64), TKV_OK);
+        if (fork) CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        else
+            for (l = 0; l < 4; l++) CHECK_EQ(append_to_both(kv, NULL, 1, 64), TKV_OK);
+        while (tkv_get_length(kv, 1, TKV_ALL_LAYERS) < 1536)
+            CHECK_EQ(append_to_both(kv, NULL, 1, 64), TKV_OK);
+        CHECK_EQ((int)budget_of(kv).discarded, 0);
+        while (!st) { /* all rows alike: only their number matters */
+            for (l = 0; l < LAYERS && !st; l++) st = tkv_append(kv, 0, l, k_model[0][l], v_model[0][l], 64);
+            check_cache(kv);
+        }
+        CHECK_EQ(st, TKV_ERR_BUDGET);
+        length[fork] = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
+        CHECK(budget_of(kv).discarded > 10);
+        CHECK_EQ(tkv_get_length(kv, 1, TKV_ALL_LAYERS), 1536);
+        tkv_destroy(kv);
+    }
+    printf("\n    refused at %d tokens beside a sequence, at %d beside a fork", length[0], length[1]);
+    CHECK(length[0] > 1000 && length[1] >= length[0]);
+}
+
 TEST(free_bytes_discards_blocks) {
     tkv_remat_block blocks[32];
     tkv_remat_action actions[32];
@@ -1416,6 +1526,9 @@ int main(int argc, char **argv) {
     RUN(recomputing_in_steps);
     RUN(anchors_of_a_whole_block);
     RUN(a_named_sink_stays_between_discarded_blocks);
+    RUN(shared_blocks_stay_before_discarded_ones);
+    RUN(free_bytes_passes_over_shared_blocks);
+    RUN(idle_forks_are_discarded);
     RUN(free_bytes_discards_blocks);
     RUN(free_bytes_quantizes_blocks);
     RUN(ages_count_from_the_newest_token);

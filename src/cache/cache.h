@@ -1236,6 +1236,11 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     if (TKVI_HAS_METER && derived->n_levels > 1 && derived->ladder[1].from_tokens)
         return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
                         "it must be 0 in place: there the plan is fixed");
+    if (TKVI_HAS_METER && cfg->budget.adapt)
+        return tkvi_bad(reason, size, "budget.adapt", 1, "it must be 0 in place: there the plan is fixed");
+    if (TKVI_HAS_METER && tkvi_bits(cfg->meter.target) != 0)
+        return tkvi_bad(reason, size, "meter.target", (double)cfg->meter.target,
+                        "it must be 0 in place: there the plan is fixed");
     st = tkvi_size_in_place(derived, sizes);
     if (!st) return TKV_OK;
     return tkvi_give_reason(

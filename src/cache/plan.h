@@ -137,7 +137,8 @@ typedef struct tkvi_derived_config {
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
     int first_level;        /* level of a new cache */
-    int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
+    int looser_level; /* the first level of the ladder that takes more bytes than the one before; 0: none */
+    int recode_pages; /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -168,6 +169,7 @@ typedef struct tkvi_tables {
     tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
     int n_levels, level;             /* levels of the ladder; the current one */
     int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int looser_level;                /* as in tkvi_derived_config */
     int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
     tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
@@ -928,6 +930,31 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
+/* Finds the first level at which a full sequence takes more bytes than at the level before. 0: the levels go from loose
+ * to tight. A sequence without a limit counts with 2^20 tokens. */
+static int tkvi_find_looser_level(tkvi_derived_config *h) {
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    double bytes[TKV_MAX_LEVELS] = {0.0};
+    int i, level, tier;
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, specs);
+        for (level = 0; level < h->n_levels && p.stored_layer == i; level++) {
+            const tkvi_tier_spec *s = &specs[level];
+            int left = h->cfg.limits.max_tokens ? h->cfg.limits.max_tokens : 1 << 20;
+            if (p.kept_window) left = tkvi_min(left, p.kept_window);
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const int most = tier == TKV_TIER_HOT ? s->hot : tier == TKV_TIER_WARM ? s->warm : left;
+                bytes[level] += (double)tkvi_min(left, most) * (double)h->bytes[s->key[tier]].total;
+                left -= tkvi_min(left, most);
+            }
+        }
+    }
+    for (level = 1; level < h->n_levels; level++)
+        if (bytes[level] > bytes[level - 1]) return level;
+    return 0;
+}
+
 /* A bound of the bytes of a KV head in one version of the tables and in the statistics. */
 static size_t tkvi_most_head_bytes(const tkvi_derived_config *h) {
     const size_t products = h->query_parts ? tkvi_n_products(h->widest.head_dim) : 0;
@@ -991,6 +1018,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (hot[i] && h->bytes[i].total / (size_t)h->key[i].n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->key[i].n_kv_heads;
     }
+    if (h->cfg.budget.ladder) h->looser_level = tkvi_find_looser_level(h);
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
     h->recode_pages = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
@@ -1032,6 +1060,28 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
+}
+
+/* Refuses levels that are in no order, and a meter.target that has no levels to choose from. Only lengths may choose
+ * among levels that are not in the order of their bytes. */
+static tkv_status tkvi_validate_order(const tkvi_derived_config *h, char *reason, size_t size) {
+    const tkv_budget_config *b = &h->cfg.budget;
+    const int by_length = h->n_levels > 1 && h->ladder[1].from_tokens;
+    const char *wrong = NULL;
+    if (h->looser_level && !by_length) {
+        char level[64];
+        tkvi_name_entry(level, sizeof level, "budget.ladder[", h->looser_level);
+        level[strlen(level) - 1] = 0; /* the point of a field */
+        return tkvi_bad_text(
+            reason, size, level,
+            " takes more bytes than the level before it; levels must go from loose to tight");
+    }
+    if (!TKVI_HAS_METER || tkvi_bits(h->cfg.meter.target) == 0) return TKV_OK;
+    if (b->bytes) wrong = "it must be 0 with budget.bytes: there the pressure decides";
+    else if (b->pressure.min_level >= b->pressure.max_level)
+        wrong = "it needs levels to choose from: budget.adapt, or a ladder of two levels or more";
+    else if (h->looser_level) wrong = "it must be 0 where levels by length do not go from loose to tight";
+    return wrong ? tkvi_bad(reason, size, "meter.target", (double)h->cfg.meter.target, wrong) : TKV_OK;
 }
 
 /* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors stand beside the sinks, and they never expire. */
@@ -1252,6 +1302,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
                            rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
     }
+    if (!st) st = tkvi_validate_order(shape, reason, size);
     if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
         (cfg->offload.write ||
          cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
@@ -1489,6 +1540,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
     for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
+    t->looser_level = h->looser_level;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);

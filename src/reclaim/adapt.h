@@ -45,6 +45,10 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_status st;
     if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
+    if (kv->tables.looser_level)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "quality cannot choose among levels that do not go from loose to tight: see level",
+                         kv->tables.looser_level, " of the ladder");
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);

@@ -286,7 +286,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
-                                      tkvi_sink_mask(&kv->pool, ids[i]));
+                                      !tkvi_is_discardable(kv, ids[i]));
         const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
@@ -337,7 +337,7 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired,
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (i >= list->sinks && !tkvi_is_offloaded(b) && !tkvi_sink_mask(&kv->pool, ids[i]) &&
+        if (i >= list->sinks && tkvi_is_discardable(kv, ids[i]) &&
             tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }

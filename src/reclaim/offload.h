@@ -125,13 +125,18 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
            (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
-/* 1 if block i of a list may be offloaded: it is old, and only this list holds it. Sinks stay in RAM. So do the last
- * two blocks, because attention takes its reference key from them. */
-static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
+/* 1 if block i of a list is old enough to leave RAM. Sinks stay there. So do the last two blocks, because attention
+ * takes its reference key from them. */
+static int tkvi_is_block_old(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i < list->sinks || i + 2 >= list->n || tkvi_block_of(kv, ids[i])->refs > 1) return 0;
-    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
+    if (i < list->sinks || i + 2 >= list->n) return 0;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, tkvi_ids(kv, seq, layer), i), spec);
+}
+
+/* 1 if block i of a list may be offloaded: it is old enough, and one entry alone holds it. */
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
+    return tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->refs == 1 &&
+           tkvi_is_block_old(kv, seq, layer, i, spec);
 }
 
 /* Index of the oldest block of a list that may be offloaded; -1: none. Also updates the passed run. */

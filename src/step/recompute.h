@@ -130,7 +130,7 @@ static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
-    int first, last, end;
+    int first, last, end, n = 0;
     if (n_discarded) *n_discarded = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
@@ -138,10 +138,26 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
     if (end > last) return tkvi_ok(kv);
-    (void)tkvi_discard_to(kv, seq, last, 1, &end);
-    if (n_discarded) *n_discarded = end - first;
+    (void)tkvi_discard_to(kv, seq, last, 1, &n);
+    if (n_discarded) *n_discarded = n;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
+}
+
+/* 1 if the positions start .. end - 1 have blocks in RAM, and other entries hold all of them too. */
+static int tkvi_is_piece_shared(const tkv_cache *kv, int seq, int start, int end) {
+    int layer, i, any_shared = 0, any_own = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            if (tkvi_block_end(kv, list, ids, i) <= start || tkvi_is_offloaded(b)) continue;
+            any_shared |= b->refs > 1;
+            any_own |= b->refs == 1;
+        }
+    }
+    return any_shared && !any_own;
 }
 
 TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
@@ -149,13 +165,15 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       size_t *freed) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     size_t freed_bytes = 0;
-    int n = 0, i, to = 0, last = 0, n_to_recode = 0;
+    int n = 0, i, to = 0, most = 0, n_to_recode = 0;
     if (freed) *freed = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
     if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
                          " blocks (tkv_seq_list_blocks)");
+    for (i = 0; i < n; i++) /* a decision passes over what counts as discarded */
+        blocks[i].discarded |= tkvi_is_piece_shared(kv, seq, blocks[i].start, blocks[i].end);
     st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
                             need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
@@ -164,7 +182,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
         n_to_recode += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
-    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
+    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &most);
     if (n_to_recode) {
         tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
         for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
