@@ -1176,9 +1176,36 @@
  *                     that a grid holds exactly, such as +-6e4 alone. The format's own error is 0 there, and
  *                     arithmetic errs by 1e-2 of the output
  *   threads           results are bit-identical with any number of threads, and without threads
+ *   calls             the same calls in the same order give the same bits; other chunk sizes may not (below)
  *   not guaranteed    the same bits of attention on different instruction sets
  *
  *   tkv_attend_reference computes the reference: slowly, in double, on the decoded values.
+ *
+ *   Chunk sizes and other sequences. An answer is more than the text before it: it also depends on how that text was
+ *   stored. The same text may therefore give other bits, for these reasons (tests/test_same_bits.c):
+ *
+ *     exact chunks       Tiers move when an append begins. So a chunk, and the tokens before it, are still exact while
+ *                        the queries of the chunk run. In longer chunks, answers are nearer to exact.
+ *     no warm tier       A chunk longer than warm_tokens takes blocks past the warm tier. They are coded once, from
+ *                        exact values.
+ *     learned tables     A, R and KVQUANT formats learn from all sequences of the cache, and SQUAT from their queries.
+ *                        The first append behind 256 tokens makes a table, so chunk sizes count, too.
+ *     a budget           The level, and when a block is coded, follow from the bytes of all sequences.
+ *     shared blocks      A block stays in the hottest tier that one of its sequences has it in. So a fork changes how
+ *                        its parent stores shared tokens later, and the reverse. Present answers stay.
+ *     attention scores   Eviction and anchors go by scores, which come from some queries of each call. Chunk sizes
+ *                        change them. Other sequences do not.
+ *     many rows          Calls with 16 or more query rows for a KV head, and those with V inside K, may add in another
+ *                        order in another batch. Exact tiers then differ by less than 1e-6, coded ones by the errors
+ *                        of arithmetic above.
+ *
+ *   Learned tables and a skipped warm tier change an answer by at most the error that compression itself brings. A
+ *   budget changes it by as much as another level does.
+ *
+ *   For the same bits from other chunk sizes: use a format that learns nothing, or a loaded or frozen calibration
+ *   (but not SQUAT); no budget, eviction or anchors; chunks of at most warm_tokens, or no warm tier. What is stored
+ *   is then the same, and so is the answer to a query that comes alone. Other sequences change no bit of it either,
+ *   unless they share blocks. Tenants that must not see traces of each other need a cache each.
  *
  *   Bounds. Adversarial search holds what follows (tests/white_bounds.c, make bounds, bench/BOUNDS.md). They are
  *   for the worst finite values: on real texts errors are far smaller (bench/QUALITY.md).
