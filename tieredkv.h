@@ -20,6 +20,7 @@
  *    4 Words
  *    5 Appending and attending                   R8 attention over two sets of keys
  *                                                R11 characters with a common prompt
+ *                                                R22 a reply that is taken back
  *                                                R13 back to a state of a hybrid model
  *                                                R16 a conversation in a file's bytes
  *                                                R17 a journal, and its file attached
@@ -233,6 +234,12 @@
  *   prompt, a beam, a reply to try out. Both share the blocks, so it copies nothing and codes nothing. Each then
  *   appends, truncates, pins and evicts for itself. tkv_seq_truncate takes back the newest tokens of one sequence.
  *
+ *   Replies that are taken back. A chat writes a reply, the user wants another one, and the tokens of the reply go. If
+ *   they are truncated, the prompt stays as coarse as the reply has made it: after a long one, even the user's last
+ *   question has left the hot tail. A fork at the end of the prompt loses nothing (recipe R22). It keeps the hot tail
+ *   exact while the reply grows, and takes its bytes until it is reset at the next message. Keep the logits of the
+ *   prompt's last token with it: the next reply begins with them, and no token is computed again.
+ *
  *   Other changes of a sequence. None of them codes a token again:
  *     tkv_seq_remove   removes positions anywhere
  *     tkv_seq_shift    gives tokens other positions
@@ -330,6 +337,28 @@
  *            (double)memory.total / (double)prompt);
  *     if (tkv_seq_truncate(kv, 3, 1024 + 15)) return 1;    // the player interrupts character 3
  *     printf("character 3 has %d tokens, character 4 %d\n", tkv_get_length(kv, 3, 0), tkv_get_length(kv, 4, 0));
+ * End of recipe
+ *
+ * Recipe R22: a reply that is taken back
+ *     enum { CHAT, PROMPT };                               // PROMPT: the chat as it was before the reply
+ *     int hot[3];
+ *     cfg.limits.max_seqs = 2;
+ *     if (tkv_create(&cfg, &kv)) return 1;
+ *     for (int part = 0; part < 4; part++) {               // 0: the prompt of 1,000 tokens; then three replies of 640
+ *         tkv_layer_info info;
+ *         for (int i = 0; i < (part ? 16 : 25); i++) {
+ *             run_model(40);
+ *             for (int layer = 0; layer < LAYERS; layer++)
+ *                 if (tkv_append(kv, CHAT, layer, k, v, 40)) return 1;
+ *         }
+ *         if (part == 0 && tkv_seq_fork(kv, CHAT, PROMPT, TKV_UNLIMITED)) return 1;
+ *         if ((part == 1 || part == 2) && tkv_seq_fork(kv, PROMPT, CHAT, TKV_UNLIMITED)) return 1; // takes it back
+ *         if (part == 3 && tkv_seq_truncate(kv, CHAT, 1000)) return 1; // so does this, in fewer bits
+ *         if (tkv_get_layer(kv, CHAT, 0, &info)) return 1;
+ *         if (part != 1) hot[part ? part - 1 : 0] = info.tokens[TKV_TIER_HOT];
+ *     }
+ *     printf("exact tokens: %d before the replies, %d after two forks, %d after a cut\n", hot[0], hot[1], hot[2]);
+ *     if (tkv_seq_reset(kv, PROMPT)) return 1;             // at the user's next message; then fork behind it
  * End of recipe
  *
  * Recipe R13: back to a state of a hybrid model
@@ -565,7 +594,8 @@
  *     BF16          hot tier, where values exceed 65504
  *     F32           hot tier, for references
  *     A40 .. A15    keys. They lose least at each number of bits measured. They learn from the first 256 tokens of
- *                   a layer, unless a calibration is loaded.
+ *                   a layer, unless a calibration is loaded. Bits are shared out to four channels at a time, so a
+ *                   head of 50 channels takes the bytes of one of 52, and errs as little.
  *     R40 .. R10    values; the same
  *     Q8            K and V, nearly exact, about half of the bytes of F16
  *     KIVI4         K and V, 4.5 bits, without learning: for small contexts (R7)
@@ -1109,7 +1139,9 @@
  *            u64 evicted_mask | u64 sink_mask
  *            `repeat` entries with these values, each with a block of its own, each `step` tokens behind the one before
  *   blocks   u8 format of K | u8 format of V | u8 capacity | u8 tier | u8 version of the table; 255: none | u8 step
- *            2 zeros | i32 first position | u32 repeat | u64 record of the first
+ *            u8 rule | a zero | i32 first position | u32 repeat | u64 record of the first
+ *            rule: 1 in A formats where head_dim is no multiple of allocation_unit, and for 4 channels below A30; else
+ *            0. Older versions coded these keys with fewer bits and wrote 0; such blocks are refused
  *            `repeat` blocks, `step` positions apart, whose records follow each other
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
@@ -1146,9 +1178,36 @@
  *                     that a grid holds exactly, such as +-6e4 alone. The format's own error is 0 there, and
  *                     arithmetic errs by 1e-2 of the output
  *   threads           results are bit-identical with any number of threads, and without threads
+ *   calls             the same calls in the same order give the same bits; other chunk sizes may not (below)
  *   not guaranteed    the same bits of attention on different instruction sets
  *
  *   tkv_attend_reference computes the reference: slowly, in double, on the decoded values.
+ *
+ *   Chunk sizes and other sequences. An answer is more than the text before it: it also depends on how that text was
+ *   stored. The same text may therefore give other bits, for these reasons (tests/test_same_bits.c):
+ *
+ *     exact chunks       Tiers move when an append begins. So a chunk, and the tokens before it, are still exact while
+ *                        the queries of the chunk run. In longer chunks, answers are nearer to exact.
+ *     no warm tier       A chunk longer than warm_tokens takes blocks past the warm tier. They are coded once, from
+ *                        exact values.
+ *     learned tables     A, R and KVQUANT formats learn from all sequences of the cache, and SQUAT from their queries.
+ *                        The first append behind 256 tokens makes a table, so chunk sizes count, too.
+ *     a budget           The level, and when a block is coded, follow from the bytes of all sequences.
+ *     shared blocks      A block stays in the hottest tier that one of its sequences has it in. So a fork changes how
+ *                        its parent stores shared tokens later, and the reverse. Present answers stay.
+ *     attention scores   Eviction and anchors go by scores, which come from some queries of each call. Chunk sizes
+ *                        change them. Other sequences do not.
+ *     many rows          Calls with 16 or more query rows for a KV head, and those with V inside K, may add in another
+ *                        order in another batch. Exact tiers then differ by less than 1e-6, coded ones by the errors
+ *                        of arithmetic above.
+ *
+ *   Learned tables and a skipped warm tier change an answer by at most the error that compression itself brings. A
+ *   budget changes it by as much as another level does.
+ *
+ *   For the same bits from other chunk sizes: use a format that learns nothing, or a loaded or frozen calibration
+ *   (but not SQUAT); no budget, eviction or anchors; chunks of at most warm_tokens, or no warm tier. What is stored
+ *   is then the same, and so is the answer to a query that comes alone. Other sequences change no bit of it either,
+ *   unless they share blocks. Tenants that must not see traces of each other need a cache each.
  *
  *   Bounds. Adversarial search holds what follows (tests/white_bounds.c, make bounds, bench/BOUNDS.md). They are
  *   for the worst finite values: on real texts errors are far smaller (bench/QUALITY.md).
@@ -2048,7 +2107,9 @@ typedef struct tkv_layer_config { /* settings of one layer; zero takes the cache
     tkv_rope rope;
 } tkv_layer_config;
 
-/* >>ladder. A ladder lists plans, called levels, from loose to tight. A tighter plan takes fewer bytes. A cache
+/* >>ladder. A ladder lists plans, called levels, from loose to tight. A full sequence (limits.max_tokens; without a
+ * limit 2^20 tokens) must not take more bytes at a level than at the one before, or the config is refused. Only levels
+ * by length (from_tokens) may be in another order, as the length alone chooses among them. A cache
  * begins at level cfg.budget.pressure.min_level, by default 0. A length or format of 0 takes the cache's value.
  * hot_tokens = TKV_UNLIMITED keeps all tokens exact. Settings of a layer (tkv_layer_config) hold at every level. */
 #define TKV_MAX_LEVELS 8
@@ -2058,7 +2119,8 @@ typedef struct tkv_level {
     /* Length in tokens of the longest sequence at which an append goes to this level, by itself; 0: none. It is for
      * caches without a budget, not in place. Level 0 has none, and the lengths of later levels rise. Below the first
      * one the level is min_level. Stored blocks keep their formats. tkv_set_level holds until the longest sequence
-     * passes one of the lengths, up or down. While a reservation lasts, the level waits. */
+     * passes one of the lengths, up or down. While a reservation lasts, the level waits. If such levels do not go from
+     * loose to tight, meter.target is refused, and so is tkv_adapt_plan. */
     int from_tokens;
 } tkv_level;
 
@@ -2331,7 +2393,8 @@ typedef struct tkv_budget_config { /* see tkv_get_budget */
     int discard; /* 1: a full budget may discard blocks of idle sequences; see tkv_seq_discard */
     /* 1: without bytes and ladder, a ladder around the plan, for tkv_adapt_plan and meter.target. Its levels have the
      * archives A40/R40, A30/R30, A25/R20 and A20/R15; the plan's own takes its place among them by bytes, and the cache
-     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens */
+     * begins there. Tables and unused ends of pages take .4 to .9 % more bytes at 4,096 tokens. Refused in place, where
+     * the plan is fixed */
     int adapt;
 } tkv_budget_config;
 
@@ -2341,7 +2404,8 @@ typedef struct tkv_meter_config { /* the quality meter, see tkv_get_quality */
     int every;  /* positions per measurement; 0: 32 or more, for at most 0.5 % of attention's work */
     /* least score of the meter (tkv_compute_score), .01 to .9999: appends move the level of cfg.budget.adapt, or of a
      * ladder without bytes, by the advice of a controller of the cache's own (tkv_feedback). Each score takes two
-     * samples of each watched head. Hot tokens stay. Not in place. 0: only tkv_adapt_plan does so */
+     * samples of each watched head. Hot tokens stay. Refused where it would do nothing: without levels to choose from,
+     * with budget.bytes, and in place. 0: only tkv_adapt_plan does so */
     float target;
 } tkv_meter_config;
 
@@ -2404,7 +2468,8 @@ TKV_API tkv_config tkv_default_config(void);
  *   "quality" 4.06; "balanced" 3.06, the default; "compact" 2.31; "extreme" 1.81
  *   "kivi" 2.5; "squat" 2.5; "kvquant-3" 3.5: other designs, for comparison
  *   "by-context": "kivi" below 2,048 max_tokens, "squat" below 8,192, else "kvquant-3". Set max_tokens first.
- *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens)
+ *   "by-length": as "by-context", by the length of the longest sequence while it grows (tkv_level.from_tokens). Its
+ *      last level has the most bits, so quality cannot choose among its levels (meter.target)
  *   "growing": "quality" below 2,048 tokens of the longest sequence, "balanced" below 8,192, else "compact"
  * The last two set cfg.budget.ladder. They need a cache without a budget, not in place. A later preset removes it.
  * TKV_NO_METER leaves them out.
@@ -2728,7 +2793,8 @@ TKV_API tkv_status tkv_seq_reorder(tkv_cache *kv, int first, const int *sources,
  * tokens keep their index and position. Tokens at the end are truncated, as by tkv_seq_truncate: then the length is
  * less, and the next token follows the last one that stays. Other removed tokens answer TKV_TOKEN_GONE and count as
  * evicted in tkv_get_layer. It needs no cfg.evict. A fork keeps its tokens. Bytes go back when a block has no token
- * left. States that have seen a removed token go. A reservation ends.
+ * left. States that have seen a removed token go. A reservation ends. If no token has a position in the range, nothing
+ * changes: the length stays, even if the last indices have no token any more.
  * Errors, nothing changed:
  *   TKV_ERR_RANGE     it truncates, and a window has expired tokens that the last one sees
  *   TKV_ERR_STATE     a step is open
@@ -2791,7 +2857,9 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  * All later ones move up: their indices and positions fall by that number, in all layers and formats, and no key is
  * touched. So only tokens that are held count against max_tokens. Call it before each step: the new tokens then have
  * the positions from tkv_get_length on, and the model rotates their keys for these. cfg.model.rope must be set. A
- * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed.
+ * reservation ends. States behind the sinks are dropped, because their numbers of tokens have changed. Queries may come
+ * near tokens that had expired, if these are among those that go: they do not see them, and sinks that expired with
+ * them count as evicted.
  *   n           0 to max_append
  *   n_removed   (may be NULL) receives the number of tokens that went: those with indices from the sinks on
  * Errors, nothing changed:
@@ -3419,6 +3487,10 @@ TKV_API tkv_status tkv_evict(tkv_cache *kv, const tkv_evict_params *p);
  * token are skipped: tokens that are appended later are not pinned.
  *   until   TKV_UNLIMITED; TKV_OFF: ends all pins; or a length of 1 to 2^30 - 2: pins end when the layer has that
  *           many tokens. Such pins in one block of 64 tokens last as long as the longest, also after a merge.
+ * A pin belongs to its token: it stays when the token gets another index or position, is coded or merged. Forks and
+ * saves have it too, tkv_seq_copy leaves it behind. A pin that has ended does not come back when the layer gets
+ * shorter. Where tkv_seq_slide removes n tokens, `until` falls by n, as the length does: the pin lasts for as many new
+ * tokens as before.
  * Errors: TKV_ERR_STATE (a step is open, or cfg.evict is not set), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int until);
 /* Names the tokens start to start + n - 1 as attention sinks, in all layers: tokens at any index that draw attention,
@@ -3578,8 +3650,9 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
 
 /* >>rematerialization in a cache. Blocks behind the sinks can be discarded. Their bytes are freed, and about 40
  * bytes per block and layer stay in the index. Discarded keys and values return only if the caller's model
- * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer,
- * tokens younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded.
+ * recomputes them. Blocks are discarded front to back, in all layers at once. The last two blocks of a layer, tokens
+ * younger than hot_tokens, offloaded blocks and blocks with named sinks are not discarded. Nor are blocks that another
+ * sequence holds too, or that a shift has split; the blocks behind them can be.
  *
  * If a query would see discarded tokens, tkv_attend and tkv_read compute nothing and return TKV_ERR_NO_SOURCE, unless
  * cfg.recompute gives them. Such blocks return from tkv_restore and tkv_seq_recompute in the hot format.
@@ -3593,7 +3666,8 @@ TKV_API tkv_status tkv_init_remat(tkv_remat *r, const tkv_remat_config *cfg, cha
  * Append to conversations that run side by side as one batch, or each in a step of its own. */
 /* Discards the first blocks in RAM behind the sinks, with or without a budget or cfg.budget.discard.
  *   n_tokens      most tokens; only whole blocks are discarded
- *   n_discarded   (may be NULL) receives the number of tokens discarded; 0 if no block may be discarded
+ *   n_discarded   (may be NULL) receives the number of tokens discarded, of the layer that has discarded most; 0 if no
+ *                 block may be discarded
  * Errors: TKV_ERR_STATE (a step is open), TKV_ERR_ARG. Cost: O(blocks). */
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded);
 /* Finds the first run of discarded tokens, in any layer: indices *start to *start + *n - 1. *n 0: there is no such
@@ -3907,7 +3981,8 @@ TKV_API tkv_status tkv_get_feedback(tkv_feedback *f, int last, tkv_feedback_info
 /* Asks for advice on the cache's plan and carries it out. It sets hot_tokens (tkv_set_hot_tokens) and a level of
  * cfg.budget.ladder or cfg.budget.adapt within cfg.budget.pressure, for later tokens. Under a budget memory decides the
  * level, so only hot_tokens change. In place without a budget nothing changes. *out (may be NULL) receives the change
- * made. Counts as a write. Errors: TKV_ERR_ARG. */
+ * made. Counts as a write.
+ * Errors: TKV_ERR_ARG; TKV_ERR_UNSUPPORTED (levels by length that do not go from loose to tight) */
 TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *out);
 
 /* >>threshold store. The store keeps good plans for models, by model name, layer and context length. It is a sorted
@@ -6478,12 +6553,18 @@ static const tkvi_ladder tkvi_ladder_v_low = {4, {-84, -116, -147, -201, 0, 0}, 
 
 #define TKVI_SCORE_NONE (-100000)
 
-/* Score of group i of a head's tiles, `unit` tiles in a group. unit 0: the whole head is the item. */
+/* Score of group i of a head's tiles, `unit` tiles in a group. unit 0: the whole head is the item. Positions without a
+ * channel are not part of the mean, and a bit of the group saves nothing in them. */
 static int tkvi_score(const tkvi_head *h, int unit, int i) {
-    int sum = 0, c;
+    int sum = 0, n = 0, c;
     if (unit == 0) return 4 * h->reach;
-    for (c = 0; c < 4 * unit; c++) sum += h->importance[4 * unit * i + c];
-    return sum == 0 ? TKVI_SCORE_NONE : 4 * h->k_weight + sum / unit;
+    for (c = 0; c < 4 * unit; c++) {
+        const int importance = h->importance[4 * unit * i + c];
+        sum += importance;
+        n += importance > 0;
+    }
+    if (n == 0) return TKVI_SCORE_NONE;
+    return 4 * (h->k_weight + tkvi_log8((float)n) - tkvi_log8((float)(4 * unit))) + 4 * sum / n;
 }
 
 /* Cost of all steps of a head whose saving reaches the threshold. taken: NULL, or out: number of items that take
@@ -6552,10 +6633,13 @@ static void tkvi_split_budget(const tkvi_head *heads, int n_heads, const tkvi_la
 
 /* >>K */
 /* Tile bits of one head at equal shares: the average in quarter bits, less the metadata. A tile bit is 32 bytes.
+ * Channels count in whole groups of `unit` tiles, because the bits of a group cost the same however many channels it
+ * has. Two tile bits are the least: they make the 64 bytes that codes are rounded up to.
  * has_row: 1 if the outlier token has a row (formats/a.h). The codes give up the bytes that it adds to a block. */
-static int tkvi_head_budget(int quarters, int dim, int pad, int has_row) {
+static int tkvi_head_budget(int quarters, int dim, int unit, int has_row) {
+    const int pad = tkvi_round_up(dim, 16), whole = tkvi_round_up(dim, 4 * unit);
     const size_t row = has_row ? tkvi_align_up(3 * (size_t)pad) - tkvi_align_up(2 * (size_t)pad) : 0;
-    return tkvi_max(0, (2 * (quarters * dim - pad) - (int)row) / 32);
+    return tkvi_max(2, (2 * (quarters * whole - pad) - (int)row) / 32);
 }
 
 /* Turns a head's number of tile bits into the widths of its tiles. */
@@ -6578,7 +6662,7 @@ static void tkvi_share_equally(int quarters, int dim, int pad, int has_row, tkvi
     memset(importance, 0, sizeof importance);
     memset(importance, 1, (size_t)dim);
     h.importance = importance;
-    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, pad, has_row), tiles);
+    tkvi_choose_widths(&h, pad, 1, tkvi_head_budget(quarters, dim, 1, has_row), tiles);
 }
 
 /* Splits a layer's budget among its heads, at most 4 bits a channel. has_row: as in tkvi_head_budget. budget[h]: out,
@@ -6587,7 +6671,7 @@ static void tkvi_share_k(const tkvi_head *heads, int n_heads, int quarters, int 
                          int unit, int *budget) {
     int h, odd = 0;
     tkvi_split_budget(heads, n_heads, &tkvi_ladder_k, unit, pad / 4 / unit, pad,
-                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, pad, has_row), budget);
+                      (int64_t)n_heads * tkvi_head_budget(quarters, dim, unit, has_row), budget);
     for (h = 0; h < n_heads; h++)
         if (budget[h] % 2) {
             budget[h] += odd ? -1 : 1;
@@ -7750,7 +7834,7 @@ static const tkvi_family tkvi_subspace_family = {
  *      and the offset of step 4, cut to +-127. A scale that is still 0 divides to an infinity
  * Missing tokens, and positions without a channel, have code 0. The metadata of positions without a channel is 0.
  * Without a table, positions are channels, means are 0, and tiles have the widths of tkvi_share_equally
- * (core/allocate.h).
+ * (core/allocate.h). A head whose channels do not fill its last tile has the bytes of one that fills it.
  *
  * Bytes: | tiles, widest first | scale [pad] | offset [pad] | outlier [pad] |
  *          a channel without bits: fp16 low byte | high byte
@@ -24499,7 +24583,8 @@ typedef struct tkvi_derived_config {
     int n_stored;           /* layers with blocks of their own */
     int n_levels;           /* levels of the ladder */
     int first_level;        /* level of a new cache */
-    int recode_pages;       /* pages that recoding needs under a budget; 0: no budget */
+    int looser_level; /* the first level of the ladder that takes more bytes than the one before; 0: none */
+    int recode_pages; /* pages that recoding needs under a budget; 0: no budget */
     tkv_level ladder[TKV_MAX_LEVELS];
     size_t hot_record;                       /* bytes of one KV head of a hot block, in the widest layer */
     tkvi_layout_key key[TKVI_MAX_LAYOUTS];   /* [n_keys] */
@@ -24530,6 +24615,7 @@ typedef struct tkvi_tables {
     tkvi_tier_spec *tier_specs;      /* [n_layers][n_levels] */
     int n_levels, level;             /* levels of the ladder; the current one */
     int from_tokens[TKV_MAX_LEVELS]; /* tkv_level.from_tokens */
+    int looser_level;                /* as in tkvi_derived_config */
     int recode_pages;                /* pages that recoding needs under a budget; 0: no budget at creation */
     tkvi_layout *layout;             /* [n_layouts] */
     tkvi_class *size_class;
@@ -25069,7 +25155,8 @@ static int tkvi_key_bytes(const tkv_config *cfg, tkvi_layout_key key, tkvi_bytes
     if (tkvi_formats[key.pair.k].shared) {
         total -= heads * (int64_t)tkvi_align_up(r.k.code_bytes);
         k = heads * 32 *
-            tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, r.k.pad, r.k.has_outlier);
+            tkvi_head_budget(tkvi_formats[key.pair.k].bits, key.head_dim, cfg->format.allocation_unit / 4,
+                             r.k.has_outlier);
         k = (k + 63) / 64 * 64;
         total += k;
     }
@@ -25289,6 +25376,31 @@ static int tkvi_recode_pages_of(tkvi_derived_config *h) {
     return most;
 }
 
+/* Finds the first level at which a full sequence takes more bytes than at the level before. 0: the levels go from loose
+ * to tight. A sequence without a limit counts with 2^20 tokens. */
+static int tkvi_find_looser_level(tkvi_derived_config *h) {
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    double bytes[TKV_MAX_LEVELS] = {0.0};
+    int i, level, tier;
+    for (i = 0; i < h->cfg.model.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(h, i, &p, specs);
+        for (level = 0; level < h->n_levels && p.stored_layer == i; level++) {
+            const tkvi_tier_spec *s = &specs[level];
+            int left = h->cfg.limits.max_tokens ? h->cfg.limits.max_tokens : 1 << 20;
+            if (p.kept_window) left = tkvi_min(left, p.kept_window);
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const int most = tier == TKV_TIER_HOT ? s->hot : tier == TKV_TIER_WARM ? s->warm : left;
+                bytes[level] += (double)tkvi_min(left, most) * (double)h->bytes[s->key[tier]].total;
+                left -= tkvi_min(left, most);
+            }
+        }
+    }
+    for (level = 1; level < h->n_levels; level++)
+        if (bytes[level] > bytes[level - 1]) return level;
+    return 0;
+}
+
 /* A bound of the bytes of a KV head in one version of the tables and in the statistics. */
 static size_t tkvi_most_head_bytes(const tkvi_derived_config *h) {
     const size_t products = h->query_parts ? tkvi_n_products(h->widest.head_dim) : 0;
@@ -25352,6 +25464,7 @@ static tkv_status tkvi_derive_config(const tkv_config *cfg, tkvi_derived_config 
         if (hot[i] && h->bytes[i].total / (size_t)h->key[i].n_kv_heads > h->hot_record)
             h->hot_record = h->bytes[i].total / (size_t)h->key[i].n_kv_heads;
     }
+    if (h->cfg.budget.ladder) h->looser_level = tkvi_find_looser_level(h);
     for (c = 0; c < h->n_classes; c++) /* blocks, mean of all levels */
         of_class[c] = (of_class[c] + h->n_levels - 1) / h->n_levels;
     h->recode_pages = h->cfg.budget.bytes ? tkvi_recode_pages_of(h) : 0;
@@ -25393,6 +25506,28 @@ static tkv_status tkvi_validate_ladder(const tkv_config *cfg, char *reason, size
         if (wrong && !TKVI_HAS_METER) st = TKV_ERR_UNSUPPORTED;
     }
     return st;
+}
+
+/* Refuses levels that are in no order, and a meter.target that has no levels to choose from. Only lengths may choose
+ * among levels that are not in the order of their bytes. */
+static tkv_status tkvi_validate_order(const tkvi_derived_config *h, char *reason, size_t size) {
+    const tkv_budget_config *b = &h->cfg.budget;
+    const int by_length = h->n_levels > 1 && h->ladder[1].from_tokens;
+    const char *wrong = NULL;
+    if (h->looser_level && !by_length) {
+        char level[64];
+        tkvi_name_entry(level, sizeof level, "budget.ladder[", h->looser_level);
+        level[strlen(level) - 1] = 0; /* the point of a field */
+        return tkvi_bad_text(
+            reason, size, level,
+            " takes more bytes than the level before it; levels must go from loose to tight");
+    }
+    if (!TKVI_HAS_METER || tkvi_bits(h->cfg.meter.target) == 0) return TKV_OK;
+    if (b->bytes) wrong = "it must be 0 with budget.bytes: there the pressure decides";
+    else if (b->pressure.min_level >= b->pressure.max_level)
+        wrong = "it needs levels to choose from: budget.adapt, or a ladder of two levels or more";
+    else if (h->looser_level) wrong = "it must be 0 where levels by length do not go from loose to tight";
+    return wrong ? tkvi_bad(reason, size, "meter.target", (double)h->cfg.meter.target, wrong) : TKV_OK;
 }
 
 /* The reason why cfg->tiers.n_anchors is wrong, or NULL. Anchors stand beside the sinks, and they never expire. */
@@ -25613,6 +25748,7 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         return tkvi_bad_in(reason, size, owner, rope->kind ? "rope.kind" : "rope.dim",
                            rope->kind ? (int)rope->kind : rope->dim, shape->needs_rope);
     }
+    if (!st) st = tkvi_validate_order(shape, reason, size);
     if (TKVI_HAS_BLOCKS_OUTSIDE_RAM && !st &&
         (cfg->offload.write ||
          cfg->recompute.compute)) { /* attention has a fetch buffer of this size on its stack */
@@ -25850,6 +25986,7 @@ static void tkvi_tables_build(tkvi_tables *t, tkvi_derived_config *h, uint8_t *m
     t->any_rotated = h->any_rotated;
     t->n_levels = h->n_levels;
     for (i = 0; i < h->n_levels; i++) t->from_tokens[i] = h->ladder[i].from_tokens;
+    t->looser_level = h->looser_level;
     t->recode_pages = h->recode_pages;
     t->plan = (tkvi_plan *)(void *)mem;
     t->tier_specs = (tkvi_tier_spec *)(void *)(mem += s.plan);
@@ -28722,6 +28859,11 @@ static tkv_status tkvi_derive_in_place(const tkv_config *cfg, tkvi_derived_confi
     if (TKVI_HAS_METER && derived->n_levels > 1 && derived->ladder[1].from_tokens)
         return tkvi_bad(reason, size, "budget.ladder[1].from_tokens", derived->ladder[1].from_tokens,
                         "it must be 0 in place: there the plan is fixed");
+    if (TKVI_HAS_METER && cfg->budget.adapt)
+        return tkvi_bad(reason, size, "budget.adapt", 1, "it must be 0 in place: there the plan is fixed");
+    if (TKVI_HAS_METER && tkvi_bits(cfg->meter.target) != 0)
+        return tkvi_bad(reason, size, "meter.target", (double)cfg->meter.target,
+                        "it must be 0 in place: there the plan is fixed");
     st = tkvi_size_in_place(derived, sizes);
     if (!st) return TKV_OK;
     return tkvi_give_reason(
@@ -31070,6 +31212,14 @@ static void tkvi_align_steps(tkv_cache *kv, uint32_t a, uint32_t b) {
     tkvi_decay_to_step(&kv->token_scores, &n[b], n[a].score_step);
 }
 
+/* Scores of a list of `len` tokens go to a list that then has new_len tokens. They are as old there as here. Where
+ * older queries do not count, no query of that list has given them. */
+static void tkvi_carry_scores(tkv_cache *kv, tkvi_token_meta *meta, int len, int new_len) {
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
+    tkvi_decay_to_step(&kv->token_scores, meta, tkvi_max(meta->score_step, len));
+    meta->score_step = mode && mode->fresh ? 0 : new_len;
+}
+
 /* The step of the newest sampled queries, in modes where older ones do not count; in other modes 0. */
 static int tkvi_token_score_newest(tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     int i, step = 0;
@@ -31376,13 +31526,18 @@ static int tkvi_is_old(const tkv_cache *kv, int seq, int layer, int end, const t
            (kv->seq[seq].in_step ? list->step_len : list->len) - end >= hot_tokens;
 }
 
-/* 1 if block i of a list may be offloaded: it is old, and only this list holds it. Sinks stay in RAM. So do the last
- * two blocks, because attention takes its reference key from them. */
-static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
+/* 1 if block i of a list is old enough to leave RAM. Sinks stay there. So do the last two blocks, because attention
+ * takes its reference key from them. */
+static int tkvi_is_block_old(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    if (i < list->sinks || i + 2 >= list->n || tkvi_block_of(kv, ids[i])->refs > 1) return 0;
-    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, ids, i), spec);
+    if (i < list->sinks || i + 2 >= list->n) return 0;
+    return tkvi_is_old(kv, seq, layer, tkvi_block_end(kv, list, tkvi_ids(kv, seq, layer), i), spec);
+}
+
+/* 1 if block i of a list may be offloaded: it is old enough, and one entry alone holds it. */
+static int tkvi_can_offload(const tkv_cache *kv, int seq, int layer, int i, const tkvi_tier_spec *spec) {
+    return tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i])->refs == 1 &&
+           tkvi_is_block_old(kv, seq, layer, i, spec);
 }
 
 /* Index of the oldest block of a list that may be offloaded; -1: none. Also updates the passed run. */
@@ -31576,7 +31731,8 @@ static void tkvi_prefetch_record(const tkv_cache *kv, uint32_t id, int head) {
  *     discarded  never   1st        2nd         3rd ...                never
  *
  * Blocks are discarded front to back, in all layers at once. The reason: a token cannot be computed without its
- * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h.
+ * prefix, nor a layer without the layers below it. Recomputing them: step/recompute.h. Blocks that other entries hold
+ * too stay in RAM, as discarding them would take tokens from another sequence. Those behind them can go.
  *
  * With cfg.recompute the model gives the rows of a discarded block whenever they are read (reclaim/offload.h). Then a
  * sequence in use discards its own oldest blocks as well, by the costs of rules/remat.h.
@@ -31615,8 +31771,14 @@ static int tkvi_sees_discarded(const tkv_cache *kv, int seq, int layer, int64_t 
            tkvi_has_discarded(kv, seq, layer, start, list->len);
 }
 
-/* The position up to which the blocks behind the sinks may be discarded in all layers. level: its tier specs
- * decide which blocks are old enough. TKVI_FOREVER for an empty sequence. */
+/* 1 if a block can be discarded once it is old: it is in RAM, one entry alone holds it, and it has no named sinks. */
+static int tkvi_is_discardable(const tkv_cache *kv, uint32_t id) {
+    const tkvi_block *b = tkvi_block_of(kv, id);
+    return !tkvi_is_offloaded(b) && b->refs == 1 && !tkvi_sink_mask(&kv->pool, id);
+}
+
+/* The position up to which blocks behind the sinks may be discarded in all layers, if tkvi_is_discardable says so.
+ * level: its tier specs decide which blocks are old enough. TKVI_FOREVER for an empty sequence. */
 static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
     int layer, i, to = TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
@@ -31624,23 +31786,21 @@ static int tkvi_discardable_to(const tkv_cache *kv, int seq, int level) {
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         const tkvi_tier_spec *spec = &tkvi_tier_specs_of(&kv->tables, layer)[level];
         if (list->n == 0) continue;
-        for (i = list->sinks; i < list->n && tkvi_can_offload(kv, seq, layer, i, spec);) i++;
+        for (i = list->sinks; i < list->n && tkvi_is_block_old(kv, seq, layer, i, spec);) i++;
         to = tkvi_min(to, i < list->n ? tkvi_block_start(kv, ids, i) : list->len);
     }
     return to;
 }
 
-/* Positions *start .. *end - 1 of the first block behind the sinks that is in RAM and has no named sinks. Layers can
- * differ: the block with the lowest start counts. Returns 0 if no layer has such a block. */
+/* Positions *start .. *end - 1 of the first block behind the sinks that can be discarded (tkvi_is_discardable). Layers
+ * can differ: the block with the lowest start counts. Returns 0 if no layer has such a block. */
 static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end) {
     int layer, i, found = 0;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         i = list->sinks;
-        while (i < list->n &&
-               (tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) || tkvi_sink_mask(&kv->pool, ids[i])))
-            i++;
+        while (i < list->n && !tkvi_is_discardable(kv, ids[i])) i++;
         if (i >= list->n || (found && tkvi_block_start(kv, ids, i) >= *start)) continue;
         found = 1;
         *start = tkvi_block_start(kv, ids, i);
@@ -31649,22 +31809,24 @@ static int tkvi_first_in_ram(const tkv_cache *kv, int seq, int *start, int *end)
     return found;
 }
 
-/* Discards the blocks behind the sinks that end at or before `to`, in all layers. Blocks with named sinks stay.
+/* Discards the blocks behind the sinks that end at or before `to`, in all layers, if tkvi_is_discardable says so.
  * Offloaded blocks stay offloaded: they take no slots, and reading them is cheaper than recomputing them. really: 0
- * only counts. Returns the bytes freed. *last: raised to the end of the last block that is discarded. */
-static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *last) {
+ * only counts. Returns the bytes freed. *most: raised to the number of tokens of the layer that discards most. */
+static size_t tkvi_discard_to(tkv_cache *kv, int seq, int to, int really, int *most) {
     size_t freed = 0;
     int layer, i;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int n = 0;
         for (i = list->sinks; i < list->n && tkvi_block_end(kv, list, ids, i) <= to; i++) {
             tkvi_block *b = tkvi_block_of(kv, ids[i]);
             const uint32_t page = b->page;
             const int slot = b->slot;
-            if (tkvi_is_offloaded(b) || tkvi_sink_mask(&kv->pool, ids[i])) continue;
+            if (!tkvi_is_discardable(kv, ids[i])) continue;
             freed += kv->tables.layout[b->layout].bytes.total;
-            *last = tkvi_max(*last, tkvi_block_end(kv, list, ids, i));
+            n += tkvi_block_end(kv, list, ids, i) - tkvi_block_start(kv, ids, i);
+            *most = tkvi_max(*most, n);
             if (!really) continue;
             b->page = TKVI_NIL;
             if (kv->tables.cfg.recompute.compute) { /* it is read in the hot format */
@@ -31691,17 +31853,17 @@ static int tkvi_is_idle(const tkv_cache *kv, int seq) {
  * all layers. If not all layers may discard up to its end, only the blocks before their common limit are discarded.
  * Returns the bytes freed; 0: there is nothing to discard. */
 static size_t tkvi_discard_idle(tkv_cache *kv) {
-    int seq, start = 0, end = 0, from = -1, to = 0, last = 0;
+    int seq, start = 0, end = 0, from = -1, to = 0, n = 0;
     if (!TKVI_HAS_DISCARD) return 0;
     for (seq = 0; kv->tables.cfg.budget.discard && seq < kv->tables.cfg.limits.max_seqs; seq++) {
         if (!tkvi_is_idle(kv, seq) || (from >= 0 && kv->seq[seq].used >= kv->seq[from].used)) continue;
         if (!tkvi_first_in_ram(kv, seq, &start, &end)) continue;
         end = tkvi_min(end, tkvi_discardable_to(kv, seq, kv->tables.level));
-        if (!tkvi_discard_to(kv, seq, end, 0, &last)) continue;
+        if (!tkvi_discard_to(kv, seq, end, 0, &n)) continue;
         from = seq;
         to = end;
     }
-    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &n) : 0;
 }
 
 /* Finds the block, in all layers, that a sequence with cfg.recompute may discard next. cheap: as in
@@ -31709,7 +31871,7 @@ static size_t tkvi_discard_idle(tkv_cache *kv) {
 static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *cost, int cheap,
                                 double *price) {
     const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS), now = tkvi_max(0, len - 1);
-    int last = 0, first = TKVI_FOREVER, layer;
+    int n = 0, first = TKVI_FOREVER, layer;
     tkv_remat_block block;
     memset(&block, 0, sizeof block);
     if (!tkvi_first_in_ram(kv, seq, &block.start, &block.end)) return 0;
@@ -31720,7 +31882,7 @@ static int tkvi_recomputable_to(tkv_cache *kv, int seq, const tkv_remat_config *
         if (list->n > list->sinks)
             first = tkvi_min(first, tkvi_block_start(kv, tkvi_ids(kv, seq, layer), list->sinks));
     }
-    block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &last);
+    block.bytes = tkvi_discard_to(kv, seq, block.end, 0, &n);
     TKVI_ASSERT(block.bytes > 0); /* the block is in RAM */
     if (!tkvi_remat_fits_step(cost, first, block.end, 0) ||
         !tkvi_remat_may_discard(cost, &block, (int64_t)len - (block.start - first),
@@ -31737,7 +31899,7 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
     const tkv_config *cfg = &kv->tables.cfg;
     tkv_remat_config cost;
     double least = 0.0, price;
-    int seq, from = -1, to = 0, last = 0;
+    int seq, from = -1, to = 0, n = 0;
     if (!TKVI_HAS_DISCARD || !cfg->recompute.compute) return 0;
     const char *const fault = tkvi_recompute_cost(cfg, &cost);
     TKVI_ASSERT(!fault); /* the config was validated */
@@ -31752,7 +31914,7 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
         to = end;
         least = price;
     }
-    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &last) : 0;
+    return from >= 0 ? tkvi_discard_to(kv, from, to, 1, &n) : 0;
 }
 
 #endif /* TKVI_RECLAIM_DISCARD_H */
@@ -32391,6 +32553,24 @@ static uint64_t tkvi_pinned_mask_of(const tkv_cache *kv, const tkvi_list *list, 
            (token_meta->temporary_until > list->len ? token_meta->temporary_mask : 0);
 }
 
+/* Takes the pins that have ended off block i, and those of tokens that are gone. Called before pins of two blocks get
+ * one end, and before the list gets shorter: a pin that has ended does not come back. */
+static void tkvi_drop_ended_pins(tkv_cache *kv, int seq, int layer, int i) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    const uint32_t *ids = tkvi_ids(kv, seq, layer);
+    tkvi_token_meta *meta;
+    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
+    meta = &kv->pool.token_meta[ids[i]];
+    meta->temporary_mask &= meta->temporary_until > list->len ? tkvi_used_mask(kv, list, ids, i) : 0;
+    if (!meta->temporary_mask) meta->temporary_until = 0;
+}
+
+/* Takes the pins that have ended off all blocks of a list. */
+static void tkvi_drop_ended_pins_in(tkv_cache *kv, int seq, int layer) {
+    int i;
+    for (i = 0; i < tkvi_list_of(kv, seq, layer)->n; i++) tkvi_drop_ended_pins(kv, seq, layer, i);
+}
+
 /* Mask of the live tokens of block i that a policy may choose. Anchors are not among them. */
 static uint64_t tkvi_choosable_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return i < list->anchors ? 0 : tkvi_live_mask_in(kv, list, ids, i);
@@ -32529,6 +32709,8 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
     to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     if (kv->pool.token_meta) {
         tkvi_align_steps(kv, ids[i], ids[i + 1]);
+        tkvi_drop_ended_pins(kv, seq, layer, i);
+        tkvi_drop_ended_pins(kv, seq, layer, i + 1);
         to->n_packed = (int8_t)tkvi_move_token_meta(kv, ids[i], 0, ids[i], used_a, to->start);
         to->n_packed =
             (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
@@ -32681,13 +32863,13 @@ static tkv_evict_view tkvi_build_view(tkv_cache *kv, int seq, int layer, const t
     TKVI_ASSERT((uint32_t)list->n <= kv->work.choice_cap); /* it grows with the lists */
     *c = tkvi_map_choice(kv);
     memset(c->pinned, 0, (size_t)list->n * sizeof *c->pinned);
+    tkvi_drop_ended_pins_in(kv, seq, layer);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const uint64_t pinned = tkvi_pinned_mask_of(kv, list, ids[i]);
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int first = c->n, is_spared = spares_outside && tkvi_frees_no_slot(b);
         float scores[TKVI_BLOCK];
-        kv->pool.token_meta[ids[i]].temporary_mask &= pinned; /* else a merge could revive ended pins */
         tkvi_decay_to_now(kv, ids[i], list->len, newest, scores);
         if (needs & TKVI_NEEDS_NORMS && !tkvi_keeps_norms(kv))
             tkvi_compute_key_norms(kv, seq, layer, ids[i], choosable, c->value + c->n);
@@ -33709,7 +33891,7 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
         const uint64_t choosable = tkvi_choosable_mask(kv, list, ids, i);
         const int in_ram =
             !tkvi_is_offloaded(b) && (i < list->sinks || tkvi_block_end(kv, list, ids, i) > discarded_to ||
-                                      tkvi_sink_mask(&kv->pool, ids[i]));
+                                      !tkvi_is_discardable(kv, ids[i]));
         const int is_own = in_ram && b->refs == 1; /* its slot becomes free */
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         for (t = 0; t < TKVI_BLOCK && victims; t++)
@@ -33760,7 +33942,7 @@ static void tkvi_subtract_loss(tkv_cache *kv, int seq, int layer, int n_expired,
         discarded_to = tkvi_discardable_to(kv, seq, kv->tables.level);
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-        if (i >= list->sinks && !tkvi_is_offloaded(b) && !tkvi_sink_mask(&kv->pool, ids[i]) &&
+        if (i >= list->sinks && tkvi_is_discardable(kv, ids[i]) &&
             tkvi_block_end(kv, list, ids, i) <= discarded_to)
             demand->slots[kv->tables.layout[b->layout].size_class]--;
     }
@@ -34278,6 +34460,10 @@ TKV_API tkv_status tkv_adapt_plan(tkv_cache *kv, tkv_feedback *f, tkv_advice *ou
     tkv_status st;
     if (!TKVI_HAS_METER) return tkvi_refuse_left_out(kv, "TKV_NO_METER leaves this out");
     if (!kv) return TKV_ERR_ARG;
+    if (kv->tables.looser_level)
+        return tkvi_fail(kv, TKV_ERR_UNSUPPORTED,
+                         "quality cannot choose among levels that do not go from loose to tight: see level",
+                         kv->tables.looser_level, " of the ladder");
     hot = tkvi_hot_tokens(kv);
     st = tkv_get_advice(f, hot, kv->tables.level, &a);
     if (st) return tkvi_fail(kv, st, "the feedback is missing", 0, NULL);
@@ -38671,8 +38857,11 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     st = tkvi_check_cut(kv, seq, n_tokens);
     if (st) return st;
     pages_before = tkvi_n_pages_taken(&kv->pool);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (tkvi_list_of(kv, seq, layer)->len > n_tokens) tkvi_truncate_list(kv, seq, layer, n_tokens);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        if (tkvi_list_of(kv, seq, layer)->len <= n_tokens) continue;
+        tkvi_drop_ended_pins_in(kv, seq, layer); /* an abort does not: its tokens were never appended */
+        tkvi_truncate_list(kv, seq, layer, n_tokens);
+    }
     tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
@@ -39046,13 +39235,12 @@ TKV_API tkv_status tkv_seq_pin(tkv_cache *kv, int seq, int start, int n, int unt
                 const int at = tkvi_slot_index(kv, ids[i], t);
                 if (at >= start && at < start + n) these |= (uint64_t)1 << t;
             }
+            these &= tkvi_used_mask(kv, list, ids, i);
             if (!these) continue;
-            token_meta->temporary_mask &=
-                tkvi_pinned_mask_of(kv, list, ids[i]); /* removes pins that have ended */
+            tkvi_drop_ended_pins(kv, seq, layer, i);
             if (until == TKV_UNLIMITED) token_meta->pinned_mask |= these;
             else if (until != TKV_OFF) {
-                token_meta->temporary_until =
-                    tkvi_max(token_meta->temporary_mask ? token_meta->temporary_until : 0, until);
+                token_meta->temporary_until = tkvi_max(token_meta->temporary_until, until);
                 token_meta->temporary_mask |= these;
             } else {
                 token_meta->pinned_mask &= ~these;
@@ -39489,6 +39677,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     const int n = tkvi_n_blocks_before(kv, src, layer, n_tokens);
     int i;
     TKVI_ASSERT((uint32_t)n <= kv->seq[dst].cap);
+    tkvi_drop_ended_pins_in(kv, src, layer); /* dst may be shorter than their ends */
     for (i = 0; i < n; i++)
         new_ids[i] = tkvi_share_entry(&kv->pool, ids[i], tkvi_block_tokens(kv, from, ids, i));
     *to = *from;
@@ -39876,7 +40065,7 @@ static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkv
     int i, t, from, to;
     if (!list->n) return 0;
     tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
-    if (to < list->len) return list->len; /* the last token stays */
+    if (from == to || to < list->len) return list->len; /* the range does not reach the end */
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         if (i < list->anchors) used = 0; /* their own blocks have them too */
@@ -39953,8 +40142,8 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     int layer, len = 0, first_index;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
-    first_index =
-        kv->states.list[seq].n || kv->seq[seq].n_pages ? tkvi_first_index_in(kv, seq, &range) : TKVI_FOREVER;
+    first_index = tkvi_first_index_in(kv, seq, &range);
+    if (first_index == TKVI_FOREVER) return tkvi_ok(kv); /* else a tail without tokens would be cut */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer)
             len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
@@ -40039,6 +40228,8 @@ static void tkvi_unite_entries(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_entry *a = &kv->pool.entry[id];
     const tkvi_entry *b = &kv->pool.entry[old_id];
     const uint64_t of_b = ~(uint64_t)0 << b->first_slot; /* its bits of other slots say nothing */
+    tkvi_drop_ended_pins(kv, seq, layer, i);
+    tkvi_drop_ended_pins(kv, seq, layer, i + 1);
     a->evicted_mask = (a->evicted_mask & ~of_b) | (b->evicted_mask & of_b);
     tkvi_set_sink_mask(&kv->pool, id, (a->sink_mask & ~of_b) | (b->sink_mask & of_b));
     a->end_slot = b->end_slot;
@@ -40256,8 +40447,11 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
     e->start = at;
     e->shift += from - at + copy->delta;
     if (kv->tables.plan[layer].rope) e->turned += copy->delta;
-    if (TKVI_HAS_EVICT && kv->pool.token_meta)
-        kv->pool.token_meta[id].pinned_mask = kv->pool.token_meta[id].temporary_mask = 0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) {
+        tkvi_token_meta *meta = &kv->pool.token_meta[id];
+        meta->pinned_mask = meta->temporary_mask = 0;
+        tkvi_carry_scores(kv, meta, src->len, at + to - from);
+    }
     tkvi_ids(kv, copy->dst, layer)[dst->n++] = id;
     dst->sinks += is_sink;
     dst->is_moved |= e->shift != 0 || e->turned != 0;
@@ -40384,13 +40578,14 @@ static int tkvi_move_up(const tkvi_gone *gone, int index) {
     return index >= gone->to ? index - (gone->to - gone->from) : tkvi_min(index, gone->from);
 }
 
-/* Moves the stamps of an entry's tokens, which are lengths of the list. */
+/* Moves the stamps of an entry, which are lengths of the list: the list loses n tokens. Scores older than that age to
+ * n first. Where older queries do not count, they stay. */
 static void tkvi_move_stamps_up(tkv_cache *kv, uint32_t id, int n) {
-    tkvi_token_meta *meta;
-    if (!TKVI_HAS_EVICT || !kv->pool.token_meta) return;
-    meta = &kv->pool.token_meta[id];
+    const tkvi_token_score_mode *mode = kv->token_scores.mode;
+    tkvi_token_meta *meta = &kv->pool.token_meta[id];
+    if (mode && !mode->fresh && meta->score_step < n) tkvi_decay_to_step(&kv->token_scores, meta, n);
     meta->score_step = tkvi_max(0, meta->score_step - n);
-    meta->temporary_until = tkvi_max(0, meta->temporary_until - n);
+    if (meta->temporary_mask) meta->temporary_until -= n; /* of pins that have not ended */
     if (meta->moved_at) meta->moved_at = tkvi_max(1, meta->moved_at - n);
 }
 
@@ -40437,7 +40632,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     if (start >= gone->to) {
         e->start -= n;
         if (kv->tables.plan[layer].rope) e->turned -= n;
-        tkvi_move_stamps_up(kv, ids[i], n);
         return 1;
     }
     kept = end > gone->to ? tkvi_slots_between(kv, list, ids, i, gone->to, end) : 0;
@@ -40463,7 +40657,6 @@ static int tkvi_take_out(tkv_cache *kv, int seq, int layer, int i, const tkvi_go
     }
     e->start -= n;
     if (kv->tables.plan[layer].rope) e->turned -= n;
-    tkvi_move_stamps_up(kv, ids[i], n);
     return 1;
 }
 
@@ -40473,6 +40666,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
     tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    tkvi_drop_ended_pins_in(kv, seq, layer);
+    for (i = 0; TKVI_HAS_EVICT && kv->pool.token_meta && i < list->n; i++)
+        tkvi_move_stamps_up(kv, ids[i], gone->to - gone->from);
     for (i = 0; i < list->n; i++) {
         slot = tkvi_slot_behind(kv, list, ids, i, gone);
         if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
@@ -40485,7 +40681,10 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     list->len = tkvi_move_up(gone, list->len);
     list->chunk_start = tkvi_move_up(gone, list->chunk_start);
     list->step_len = tkvi_move_up(gone, list->step_len);
-    list->expired = tkvi_move_up(gone, list->expired);
+    list->evict_len = tkvi_move_up(gone, list->evict_len);
+    /* Where all tokens behind the sinks that expired are among those that go, later queries may come near them: what is
+     * missing there is gone because the caller wished it. */
+    list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
     list->is_moved = list->n > 0;
 }
 
@@ -40544,7 +40743,8 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     if (excess <= 0) return tkvi_ok(kv);
     slide.gone.from = 0;
     for (layer = 0; layer < cfg->model.n_layers; layer++)
-        slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
+        if (kv->tables.plan[layer].stored_layer == layer)
+            slide.gone.from = tkvi_max(slide.gone.from, kv->tables.plan[layer].sink);
     slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
@@ -40612,9 +40812,11 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     if (TKVI_HAS_EVICT && kv->pool.token_meta) {
         const tkvi_token_meta *m = &kv->pool.token_meta[from];
         tkvi_token_meta *n = &kv->pool.token_meta[to];
+        tkvi_align_steps(kv, from, to);
         n->scores[to_slot] = m->scores[from_slot];
         n->pinned_mask = (n->pinned_mask & ~bit) | (m->pinned_mask >> from_slot & 1) << to_slot;
         n->temporary_mask = (n->temporary_mask & ~bit) | (m->temporary_mask >> from_slot & 1) << to_slot;
+        if (n->temporary_mask & bit) n->temporary_until = tkvi_max(n->temporary_until, m->temporary_until);
     }
 }
 
@@ -40721,6 +40923,7 @@ static void tkvi_keep_token(tkv_cache *kv, const tkvi_keep *keep, int layer, int
             tkvi_token_meta *meta = &kv->pool.token_meta[id];
             *meta = kv->pool.token_meta[from];
             meta->pinned_mask = meta->temporary_mask = meta->anchored_mask = 0;
+            meta->temporary_until = 0;
         }
         to->position = 0;
     }
@@ -40745,6 +40948,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const int n_old = list->n, i = tkvi_max(list->anchors, tkvi_block_at(kv, list, ids, keep->first));
     int n_kept = i, t;
     tkvi_keep_cursor to;
+    tkvi_drop_ended_pins_in(kv, keep->seq, layer);
     memset(&to, 0, sizeof to);
     to.i = i;
     /* The token of `first` may be gone: then the index is before the first entry, or behind the slots of its entry. */
@@ -40947,7 +41151,7 @@ static tkv_status tkvi_check_seq_for_discard(tkv_cache *kv, int seq) {
 
 TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_discarded) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
-    int first, last, end;
+    int first, last, end, n = 0;
     if (n_discarded) *n_discarded = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (n_tokens < 0) return tkvi_fail(kv, TKV_ERR_ARG, "n_tokens is", n_tokens, "; it must not be negative");
@@ -40955,10 +41159,26 @@ TKV_API tkv_status tkv_seq_discard(tkv_cache *kv, int seq, int n_tokens, int *n_
     last = tkvi_min(tkvi_discardable_to(kv, seq, kv->tables.level),
                     n_tokens < TKVI_FOREVER - first ? first + n_tokens : TKVI_FOREVER);
     if (end > last) return tkvi_ok(kv);
-    (void)tkvi_discard_to(kv, seq, last, 1, &end);
-    if (n_discarded) *n_discarded = end - first;
+    (void)tkvi_discard_to(kv, seq, last, 1, &n);
+    if (n_discarded) *n_discarded = n;
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
+}
+
+/* 1 if the positions start .. end - 1 have blocks in RAM, and other entries hold all of them too. */
+static int tkvi_is_piece_shared(const tkv_cache *kv, int seq, int start, int end) {
+    int layer, i, any_shared = 0, any_own = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        for (i = 0; i < list->n && tkvi_block_start(kv, ids, i) < end; i++) {
+            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+            if (tkvi_block_end(kv, list, ids, i) <= start || tkvi_is_offloaded(b)) continue;
+            any_shared |= b->refs > 1;
+            any_own |= b->refs == 1;
+        }
+    }
+    return any_shared && !any_own;
 }
 
 TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, float pressure, size_t need,
@@ -40966,13 +41186,15 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
                                       size_t *freed) {
     tkv_status st = tkvi_check_seq_for_discard(kv, seq);
     size_t freed_bytes = 0;
-    int n = 0, i, to = 0, last = 0, n_to_recode = 0;
+    int n = 0, i, to = 0, most = 0, n_to_recode = 0;
     if (freed) *freed = 0;
     if (!TKVI_HAS_DISCARD || st) return st;
     if (!r) return tkvi_fail(kv, TKV_ERR_ARG, "r is missing", 0, NULL);
     if (tkv_seq_list_blocks(kv, seq, blocks, capacity, &n) != TKV_OK || n > capacity)
         return tkvi_fail(kv, TKV_ERR_ARG, "blocks is missing or too short: the sequence has", n,
                          " blocks (tkv_seq_list_blocks)");
+    for (i = 0; i < n; i++) /* a decision passes over what counts as discarded */
+        blocks[i].discarded |= tkvi_is_piece_shared(kv, seq, blocks[i].start, blocks[i].end);
     st = tkv_decide_discard(r, blocks, n, tkvi_max(0, tkv_get_length(kv, seq, TKV_ALL_LAYERS) - 1), pressure,
                             need, actions, NULL);
     if (st) return tkvi_fail(kv, st, "pressure is not finite, or actions are missing", 0, NULL);
@@ -40981,7 +41203,7 @@ TKV_API tkv_status tkv_seq_free_bytes(tkv_cache *kv, int seq, tkv_remat *r, floa
         n_to_recode += actions[i] == TKV_REMAT_QUANTIZE;
     }
     to = tkvi_min(to, tkvi_discardable_to(kv, seq, kv->tables.level));
-    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &last);
+    freed_bytes = tkvi_discard_to(kv, seq, to, 1, &most);
     if (n_to_recode) {
         tkvi_change_level(kv, tkvi_level_to_recode_to(kv));
         for (i = 0; i < n_to_recode * kv->tables.cfg.model.n_layers && freed_bytes < need; i++)
@@ -45190,6 +45412,15 @@ static int tkvi_next_group(tkvi_saved_list *list, tkvi_saved_group *g) {
     return 1;
 }
 
+/* The rule by which the bits of a layer's coded keys are shared out. 1: channels count in whole groups, and a head
+ * has at least two tile bits (tkvi_head_budget). The rule before it gave fewer, and wrote 0. 0: both give the same
+ * bytes. */
+static int tkvi_sharing_rule(const tkv_cache *kv, int layer, int format) {
+    const int dim = tkvi_geometry_of(kv, layer)->head_dim;
+    return tkvi_formats[format].shared &&
+           (dim % kv->tables.cfg.format.allocation_unit || (dim == 4 && tkvi_formats[format].bits < 12));
+}
+
 /* The layout of a run of blocks in this cache, of version 0 if it has a table. -1: it has none. is_cache: the run names
  * its layout. */
 static int tkvi_layout_of_saved(const tkv_cache *kv, int layer, const uint8_t *run, int is_cache) {
@@ -45941,6 +46172,8 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     const int has_meta = TKVI_HAS_EVICT && pool->token_meta;
     if (has_meta) *m = pool->token_meta[s->ids[i]];
     else memset(m, 0, sizeof *m);
+    if (m->temporary_until <= tkvi_list_of(s->kv, s->seq, s->layer)->len)
+        m->temporary_mask = 0; /* pins that have ended */
     if (s->p->length && (i == s->list.n - 1 || i < tkvi_anchors_of(&s->list)))
         tkvi_cut_entry(&e, has_meta ? m : NULL, s->list.len);
     return e;
@@ -46313,6 +46546,7 @@ static int tkvi_emit_block_runs(tkvi_saver *s, int is_counted, int *n_blocks) {
         at[2] = (uint8_t)c->tokens;
         at[3] = b->tier;
         at[4] = (uint8_t)(version < 0 ? TKVI_NO_VERSION : version);
+        at[6] = (uint8_t)tkvi_sharing_rule(s->kv, s->layer, (int)c->pair.k);
         tkvi_store32(at + 8, (uint32_t)b->first_position);
         tkvi_store64(at + 16, (uint64_t)tkvi_record_place(s, k++, c, &next));
         if (s->is_cache) {
@@ -47153,9 +47387,9 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     const uint8_t *run = tkvi_saved_blocks(list, i);
     const int64_t repeat = tkvi_saved_repeat(run);
     const uint64_t at = tkvi_load64(run + 16);
-    int layout;
+    int layout, rule;
     if (run[3] >= TKV_TIER_COUNT || (run[4] >= TKVI_VERSIONS && run[4] != TKVI_NO_VERSION) ||
-        (repeat == 1 && run[5]) || !tkvi_are_zeros(run + 6, 2) ||
+        (repeat == 1 && run[5]) || run[7] ||
         (list->is_cache && (tkvi_load16(run + 26) > l->kv->tables.n_layouts ||
                             tkvi_load16(run + 28) > run[2] || tkvi_load16(run + 30))))
         return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
@@ -47163,6 +47397,12 @@ static tkv_status tkvi_check_saved_blocks(tkvi_loader *l, int layer, const tkvi_
     if (layout < 0)
         return tkvi_refuse_saved_model(l, "no level of this cache has the formats of a saved block, layer",
                                        layer);
+    rule = tkvi_sharing_rule(l->kv, layer, run[0]);
+    if (run[6] > rule)
+        return tkvi_refuse_saved_layer(l, "a block has a number that it cannot have, layer", layer);
+    if (run[6] < rule)
+        return tkvi_refuse_saved_model(
+            l, "an older version coded keys of this head_dim with fewer bits, layer", layer);
     if (at % 64 || at > l->from.file.end ||
         (l->from.file.end - (size_t)at) / tkvi_saved_record_bytes(&l->kv->tables.layout[layout]) <
             (size_t)repeat)
