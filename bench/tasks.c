@@ -285,7 +285,7 @@ static void print_choices(void) {
 }
 
 /* >>contexts */
-static char *read_file(const char *path, size_t *size) {
+static char *must_read_file(const char *path, size_t *size) {
     char *text = (char *)llama_read_file(path, size);
     if (!text) fail("cannot read %s", path);
     if (*size > 1 << 28) fail("%s is longer than any context", path);
@@ -294,7 +294,7 @@ static char *read_file(const char *path, size_t *size) {
 
 static void read_text(void) {
     size_t size;
-    char *text = read_file(all.text_path, &size);
+    char *text = must_read_file(all.text_path, &size);
     all.text = (int *)bench_alloc((size + 2) * sizeof *all.text);
     all.n_text = llama_tokenize(&all.model, text, size, 0, all.text);
     free(text);
@@ -302,7 +302,7 @@ static void read_text(void) {
 
 static void read_questions(void) {
     size_t size;
-    char err[300], *text = read_file(all.questions_path, &size);
+    char err[300], *text = must_read_file(all.questions_path, &size);
     if (!task_parse(text, size, &all.set, err, sizeof err)) fail("%s, %s", all.questions_path, err);
     if (all.folds > all.set.n) fail("--folds %d: there are only %d questions", all.folds, all.set.n);
     all.scores = (double(*)[MAX_PLANS][TASK_MAX_OPTIONS])bench_alloc((size_t)all.set.n * sizeof *all.scores);
