@@ -402,8 +402,7 @@ TEST(scores_of_the_meter_move_the_level) {
     for (most = 0; most < 2; most++) {
         tkv_cache *kv;
         cfg.budget.adapt = 1;
-        cfg.budget.pressure.max_level =
-            most ? 0 : TKV_OFF; /* the default is the last level; TKV_OFF: level 0 */
+        cfg.budget.pressure.max_level = most ? 0 : 1; /* 0: the last level */
         cfg.meter.heads = 2;
         cfg.meter.target = .9f;
         kv = create_cache(&cfg);
@@ -421,9 +420,9 @@ TEST(scores_of_the_meter_move_the_level) {
         measure(kv, 4, 0, 0.0); /* no coded key was seen: that says nothing of the plan */
         CHECK_EQ(kv->meter->scored.samples, 8);
         CHECK_EQ(kv->meter->feedback->scores, 1);
-        CHECK_EQ(kv->meter->feedback->cfg.max_level, most ? kv->tables.n_levels - 1 : 0);
+        CHECK_EQ(kv->meter->feedback->cfg.max_level, most ? kv->tables.n_levels - 1 : 1);
         for (n = 0; n < 40; n++) measure(kv, 4, 400, 0.0);
-        CHECK(most ? kv->tables.level > 1 : kv->tables.level == 0);
+        CHECK(most ? kv->tables.level > 1 : kv->tables.level == 1);
         for (n = 0; n < 200; n++) measure(kv, 4, 400, .5);
         CHECK_EQ(kv->tables.level, 0);
         CHECK_EQ(tkv_reset_quality(kv), TKV_OK);

@@ -1069,9 +1069,10 @@ static tkv_status tkvi_validate_order(const tkvi_derived_config *h, char *reason
     const int by_length = h->n_levels > 1 && h->ladder[1].from_tokens;
     const char *wrong = NULL;
     if (h->looser_level && !by_length) {
-        char level[64];
+        char level[64], *last = level;
         tkvi_name_entry(level, sizeof level, "budget.ladder[", h->looser_level);
-        level[strlen(level) - 1] = 0; /* the point of a field */
+        while (last[1]) last++;
+        *last = 0; /* the point of a field */
         return tkvi_bad_text(
             reason, size, level,
             " takes more bytes than the level before it; levels must go from loose to tight");
