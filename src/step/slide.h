@@ -113,6 +113,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
     tkvi_forget_meter_copies_in(kv, seq, layer, 0, TKVI_FOREVER);
+    for (i = 0; i < list->n; i++)
+        if (tkvi_block_start(kv, ids, i) >= gone->from && tkvi_block_end(kv, list, ids, i) <= gone->to)
+            tkvi_wipe_before_release(kv, seq, layer, i);
     for (i = 0; i < list->n; i++) {
         slot = tkvi_slot_behind(kv, list, ids, i, gone);
         if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
@@ -127,6 +130,7 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     list->step_len = tkvi_move_up(gone, list->step_len);
     list->expired = tkvi_move_up(gone, list->expired);
     list->is_moved = list->n > 0;
+    for (i = 0; i < list->n; i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
 }
 
 /* Number of tokens that a sequence may hold. */
