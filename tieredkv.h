@@ -2419,8 +2419,9 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
     /* 1: overwrites keys, values and states with zeros when their memory becomes free: recoded, cut, evicted or reset.
-     * Learned tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until
-     * their block moves. */
+     * A token in a block of several sequences goes when none of them has it any more. Of a token that leaves a coded
+     * block the codes stay until the block is coded again or freed, and so do evicted tokens. Learned tables, the
+     * stack, offloaded bytes in the store and a GPU's memory are left. */
     int wipe_freed;
 } tkv_host_config;
 
@@ -32096,6 +32097,67 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
 }
 
 #endif /* TKVI_RECLAIM_ANCHORS_H */
+/* ======== reclaim/wipe.h ======== */
+/*
+ * reclaim/wipe.h - overwrites keys and values in blocks that stay (cfg.host.wipe_freed). A slot is wiped once no entry
+ * of any list has a token there. Slots of freed blocks are wiped by cache/pool.h.
+ */
+#ifndef TKVI_RECLAIM_WIPE_H
+#define TKVI_RECLAIM_WIPE_H
+
+
+/* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
+ * have it at the same index as a rule, so these entries come first, and all blocks only if they leave slots open. */
+static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t number, int at) {
+    const tkvi_block *b = &kv->pool.block[number];
+    const uint64_t all = tkvi_slots_before(kv->tables.layout[b->layout].tokens);
+    uint64_t found = 0;
+    uint32_t n_found = 0;
+    int pass, seq, i;
+    for (pass = 0; pass < 2; pass++)
+        for (seq = 0, n_found = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
+                if (kv->pool.entry[ids[i]].block != number) continue;
+                found |= tkvi_used_mask(kv, list, ids, i);
+                if ((found & all) == all || ++n_found == b->refs) return found;
+            }
+        }
+    return found;
+}
+
+/* Overwrites the slots of an exact block in RAM that have no token of any list. Block `number` is or was block i of a
+ * list of the layer. */
+static TKVI_NOINLINE void tkvi_wipe_unused(tkv_cache *kv, int layer, uint32_t number, int i) {
+    const tkvi_block *b = &kv->pool.block[number];
+    const tkvi_layout *layout = &kv->tables.layout[b->layout];
+    uint64_t used;
+    int t, h;
+    if (!kv->tables.cfg.host.wipe_freed || !b->refs || tkvi_is_offloaded(b) ||
+        !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
+        return;
+    used = tkvi_slots_with_tokens(kv, layer, number, i);
+    for (t = 0; t < layout->tokens; t++)
+        for (h = 0; h < layout->n_kv_heads && !(used >> t & 1); h++) {
+            const tkvi_record *r = &layout->record[h];
+            uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
+            tkvi_put_token(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
+            tkvi_put_token(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
+        }
+}
+
+/* Call before block i leaves its list, if others hold it. Overwrites what only this list has a token in. The entry has
+ * no tokens then. */
+static void tkvi_wipe_before_release(tkv_cache *kv, int seq, int layer, int i) {
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
+    if (!kv->tables.cfg.host.wipe_freed || tkvi_block_of(kv, id)->refs == 1) return;
+    kv->pool.entry[id].evicted_mask = ~(uint64_t)0;
+    if (TKVI_HAS_EVICT && kv->pool.token_meta) kv->pool.token_meta[id].anchored_mask = 0;
+    tkvi_wipe_unused(kv, layer, kv->pool.entry[id].block, i);
+}
+
+#endif /* TKVI_RECLAIM_WIPE_H */
 /* ======== reclaim/age.h ======== */
 /*
  * reclaim/age.h - demotes blocks: recodes them into the formats of colder tiers. It also finds the blocks that are old
@@ -32406,12 +32468,16 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
         if (!tkvi_outlasts_window(kv, layer, ids[i])) continue;
         tkvi_end_slots(kv, list, ids, i);
         e->evicted_mask |= tkvi_live_mask(e, tkvi_block_tokens(kv, list, ids, i)) & ~e->sink_mask;
+        tkvi_wipe_unused(kv, layer, e->block, i);
     }
     while (end > first) {
         const int last = end--;
         if (tkvi_outlasts_window(kv, layer, ids[end])) continue;
         while (end > first && !tkvi_outlasts_window(kv, layer, ids[end - 1])) end--;
-        for (i = end; i < last; i++) tkvi_release_entry(&kv->pool, ids[i]);
+        for (i = end; i < last; i++) {
+            tkvi_wipe_before_release(kv, seq, layer, i);
+            tkvi_release_entry(&kv->pool, ids[i]);
+        }
         tkvi_unlist_blocks(list, ids, end, last);
     }
 }
@@ -38054,8 +38120,9 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
     tkvi_put_token(side, simd_ops, row, slot, dst);
 }
 
-/* Gives an entry a copy of a block that it shares, or that lies in attached bytes. There must be a slot. */
-static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
+/* Gives block i of a list a copy of a block that it shares, or that lies in attached bytes. There must be a slot. */
+static void tkvi_copy_shared(tkv_cache *kv, int seq, int layer, int i) {
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const uint32_t number = kv->pool.entry[id].block;
     tkvi_block *shared = &kv->pool.block[number];
     const tkvi_layout *c = &kv->tables.layout[shared->layout];
@@ -38075,6 +38142,7 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
     tkvi_new_block(&kv->pool, id, shared->layout, shared->first_position);
     memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)),
            attached ? attached : tkvi_block_bytes(&kv->pool, shared), c->bytes.total);
+    tkvi_wipe_unused(kv, layer, number, i);
 }
 
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
@@ -38132,7 +38200,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
-            tkvi_copy_shared(kv, id);
+            tkvi_copy_shared(kv, seq, layer, list->n - 1);
             tkvi_search_again(list, list->n - 1); /* it may have been offloaded */
         }
         return !TKVI_HAS_MOVES ||
@@ -38688,34 +38756,6 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     *e = cut;
 }
 
-/* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
-static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t slots) {
-    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
-    const tkvi_layout *layout = &kv->tables.layout[b->layout];
-    int t, h;
-    if (!kv->tables.cfg.host.wipe_freed || b->refs > 1 || tkvi_is_offloaded(b) ||
-        !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
-        return;
-    for (t = 0; t < layout->tokens; t++)
-        for (h = 0; h < layout->n_kv_heads && slots >> t & 1; h++) {
-            const tkvi_record *r = &layout->record[h];
-            uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
-            tkvi_put_token(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
-            tkvi_put_token(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
-        }
-}
-
-/* Overwrites the tokens from index len on in block i of a list. */
-static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : TKVI_BLOCK;
-    uint64_t slots = 0;
-    int t;
-    for (t = kv->pool.entry[id].first_slot; t < n; t++)
-        if (tkvi_slot_index(kv, id, t) >= len) slots |= (uint64_t)1 << t;
-    tkvi_wipe_slots(kv, seq, layer, i, slots);
-}
-
 /* Number of blocks of a layer that hold any of its first `len` tokens. Blocks of anchors are not alone in a list. */
 static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -38731,19 +38771,18 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int n_kept = tkvi_n_blocks_before(kv, seq, layer, len);
     int i;
+    for (i = n_kept; i < list->n; i++) tkvi_wipe_before_release(kv, seq, layer, i);
     for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
-    if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
-        tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
-        for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
-    }
     list->len = len;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
     for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_truncate_entry(kv, ids[i], len);
+    for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
+    if (list->n > 0) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[list->n - 1]].block, list->n - 1);
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -38878,6 +38917,8 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int i;
+        for (i = 0; i < list->n; i++) tkvi_wipe_before_release(kv, seq, layer, i);
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
@@ -39684,7 +39725,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
     for (i = 0; i < tkvi_anchors_of(to); i++)
-        tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
+        tkvi_copy_shared(kv, dst, layer, i); /* each sequence chooses its own */
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 
@@ -40091,6 +40132,7 @@ static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_ra
             if (position >= range->first && position < range->end)
                 kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
         }
+        tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
     }
 }
 
@@ -40106,7 +40148,6 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
         mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
         if (!mask) continue;
         tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
-        tkvi_wipe_slots(kv, seq, layer, i, mask);
         kv->pool.entry[ids[i]].evicted_mask |= mask;
         tkvi_set_sink_mask(&kv->pool, ids[i], kv->pool.entry[ids[i]].sink_mask & ~mask);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
@@ -40114,6 +40155,7 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
             kv->pool.token_meta[ids[i]].pinned_mask &= ~mask;
             kv->pool.token_meta[ids[i]].temporary_mask &= ~mask;
         }
+        tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
         if (i + 1 == list->n || tkvi_used_mask(kv, list, ids, i)) continue;
         if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
         tkvi_unlist_block(kv, seq, layer, i--);
@@ -40670,6 +40712,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     tkvi_drop_ended_pins_in(kv, seq, layer);
     for (i = 0; TKVI_HAS_EVICT && kv->pool.token_meta && i < list->n; i++)
         tkvi_move_stamps_up(kv, ids[i], gone->to - gone->from);
+    for (i = 0; i < list->n; i++)
+        if (tkvi_block_start(kv, ids, i) >= gone->from && tkvi_block_end(kv, list, ids, i) <= gone->to)
+            tkvi_wipe_before_release(kv, seq, layer, i);
     for (i = 0; i < list->n; i++) {
         slot = tkvi_slot_behind(kv, list, ids, i, gone);
         if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
@@ -40687,6 +40732,7 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
      * missing there is gone because the caller wished it. */
     list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
     list->is_moved = list->n > 0;
+    for (i = 0; i < list->n; i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
 }
 
 /* Number of tokens that a sequence may hold. */
@@ -40974,6 +41020,8 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_token_score_cut(kv, list, ids);
     if (n_kept > 0 && tkvi_can_unite(kv, list, ids, n_kept - 1))
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
+    for (t = tkvi_max(0, n_kept - 1); t < list->n; t++)
+        tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[t]].block, t);
 }
 
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {

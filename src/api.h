@@ -568,8 +568,9 @@ typedef struct tkv_host_config { /* the program around the cache */
     tkv_nonfinite nonfinite;
     int precise; /* 1: hi and lo limbs of q and p in every format; arithmetic errs by at most 2e-3 of the output */
     /* 1: overwrites keys, values and states with zeros when their memory becomes free: recoded, cut, evicted or reset.
-     * Learned tables, the stack, offloaded bytes in the store and a GPU's memory are left. Evicted tokens stay until
-     * their block moves. */
+     * A token in a block of several sequences goes when none of them has it any more. Of a token that leaves a coded
+     * block the codes stay until the block is coded again or freed, and so do evicted tokens. Learned tables, the
+     * stack, offloaded bytes in the store and a GPU's memory are left. */
     int wipe_freed;
 } tkv_host_config;
 

@@ -113,6 +113,7 @@ extern "C" {
 #include "reclaim/offload.h"
 #include "reclaim/discard.h"
 #include "reclaim/anchors.h"
+#include "reclaim/wipe.h"
 #include "reclaim/age.h"
 #include "reclaim/evict_tokens.h"
 #include "reclaim/demand.h"

@@ -2508,6 +2508,208 @@ TEST(wiping_leaves_nothing) {
     }
 }
 
+/* Tokens with values of their own, in F32, so that memory shows which are there. */
+typedef struct marked_cache {
+    keeping_allocator p;
+    tkv_cache *kv;
+    int appended; /* tokens, of all sequences */
+} marked_cache;
+
+static float value_of_token(int token) { return 1000.5f + (float)token; }
+
+static void append_marked(marked_cache *m, int seq, int n) {
+    float x[16];
+    int i, c;
+    for (i = 0; i < n; i++, m->appended++) {
+        for (c = 0; c < 16; c++) x[c] = value_of_token(m->appended);
+        CHECK_EQ(tkv_append(m->kv, seq, 0, x, x, 1), TKV_OK);
+    }
+}
+
+static void make_marked(marked_cache *m, int n_anchors, int window) {
+    tkv_config cfg = make_sized_config(1, 1, 1, 16, 3, 512);
+    m->p.bytes = (uint8_t *)calloc(1, WIPE_BYTES);
+    m->p.used = 0;
+    m->appended = 0;
+    if (!m->p.bytes) exit(2);
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.model.rope.dim = TKV_OFF;
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.tiers.n_anchors = n_anchors;
+    cfg.model.window = window;
+    cfg.limits.max_tokens = 600;
+    if (n_anchors) { /* all other tokens are coded at once */
+        cfg.tiers.hot_tokens = 1;
+        cfg.importance.sample_every = 1;
+    }
+    cfg.host.wipe_freed = 1;
+    cfg.host.allocator.user = &m->p;
+    cfg.host.allocator.alloc = keep_alloc;
+    cfg.host.allocator.release = keep_release;
+    m->kv = create_cache(&cfg);
+}
+
+static void destroy_marked(marked_cache *m) {
+    check_cache(m->kv);
+    tkv_destroy(m->kv);
+    free(m->p.bytes);
+}
+
+/* Tokens from .. to - 1 that are anywhere in memory. */
+static int n_in_memory(const marked_cache *m, int from, int to) {
+    int n = 0;
+    for (; from < to; from++) {
+        const float x = value_of_token(from);
+        size_t i;
+        for (i = 0; i + 4 <= m->p.used; i += 4)
+            if (!memcmp(m->p.bytes + i, &x, 4)) break;
+        n += i + 4 <= m->p.used;
+    }
+    return n;
+}
+
+/* Checks that sequence `seq` holds the tokens from .. to - 1, from index `at` on. */
+static void check_marked(marked_cache *m, int seq, int at, int from, int to) {
+    float k[16], v[16];
+    for (; from < to; from++, at++) {
+        CHECK_EQ(tkv_read(m->kv, seq, 0, at, 1, k, v), TKV_OK);
+        CHECK_NEAR(k[0], value_of_token(from), 0.0);
+        CHECK_NEAR(v[15], value_of_token(from), 0.0);
+    }
+}
+
+/* A block can have several holders. A token goes when none of them has it any more, and not before. */
+TEST(wiping_knows_who_holds_a_token) {
+    enum { N = 140 };
+    int kept[30], i, n;
+    marked_cache m;
+    make_marked(&m, 0, 0); /* a shift has split the block: both parts are this sequence's */
+    append_marked(&m, 0, N);
+    CHECK_EQ(tkv_seq_shift(m.kv, 0, 80, TKV_UNLIMITED, 3), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(m.kv, 0, 100), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 100, N), 0);
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 90, 93), TKV_OK); /* 87 .. 89 */
+    CHECK_EQ(n_in_memory(&m, 87, 90), 0);
+    CHECK_EQ(tkv_seq_truncate(m.kv, 0, 75), TKV_OK); /* the second part goes, the first one stays */
+    CHECK_EQ(n_in_memory(&m, 75, N), 0);
+    check_marked(&m, 0, 0, 0, 75);
+    destroy_marked(&m);
+
+    make_marked(&m, 0, 0); /* kept tokens move to other slots */
+    append_marked(&m, 0, N);
+    for (i = 0; i < 10; i++) kept[i] = 110 + i;
+    CHECK_EQ(tkv_seq_keep(m.kv, 0, 100, kept, 10), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 100, 110) + n_in_memory(&m, 120, N), 0);
+    check_marked(&m, 0, 0, 0, 100);
+    check_marked(&m, 0, 100, 110, 120);
+    for (i = 0; i < 5; i++) kept[i] = 20 + 17 * i; /* with gaps, from the first blocks on */
+    CHECK_EQ(tkv_seq_keep(m.kv, 0, 20, kept, 5), TKV_OK);
+    for (i = n = 0; i < N; i++) n += n_in_memory(&m, i, i + 1);
+    CHECK_EQ(n, 25);
+    check_marked(&m, 0, 0, 0, 20);
+    check_marked(&m, 0, 22, 54, 55);
+    destroy_marked(&m);
+
+    make_marked(&m, 0, 0); /* another sequence has the first 100 of them */
+    append_marked(&m, 0, N);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(m.kv, 0, 80), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 100, N), 0);
+    check_marked(&m, 1, 0, 0, 100);
+    CHECK_EQ(tkv_seq_remove(m.kv, 1, 30, 40), TKV_OK); /* the first one still has them */
+    check_marked(&m, 0, 0, 0, 80);
+    CHECK_EQ(tkv_seq_reset(m.kv, 0), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 30, 40), 0);
+    check_marked(&m, 1, 0, 0, 30);
+    check_marked(&m, 1, 40, 40, 100);
+    CHECK_EQ(tkv_seq_truncate(m.kv, 1, 0), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 0, N), 0);
+    destroy_marked(&m);
+
+    make_marked(&m, 0, 0); /* a fork goes on in the shared block, the other one gets a copy */
+    append_marked(&m, 0, 100);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    append_marked(&m, 1, 20);
+    append_marked(&m, 0, 20);
+    check_marked(&m, 1, 0, 0, 120);
+    check_marked(&m, 0, 100, 120, 140);
+    CHECK_EQ(tkv_seq_reset(m.kv, 1), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 100, 120), 0);
+    check_marked(&m, 0, 0, 0, 100);
+    check_marked(&m, 0, 100, 120, 140);
+    destroy_marked(&m);
+
+    make_marked(&m, 0, 0); /* one that gets a copy leaves tokens behind that only it had */
+    append_marked(&m, 0, N);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, 100), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(m.kv, 0, 110), TKV_OK);
+    append_marked(&m, 0, 1);
+    CHECK_EQ(tkv_seq_reset(m.kv, 0), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 100, N + 1), 0);
+    check_marked(&m, 1, 0, 0, 100);
+    destroy_marked(&m);
+
+    make_marked(&m, 0, 0); /* tokens copied back: the list holds their block twice */
+    append_marked(&m, 0, N);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(m.kv, 1, 10, 40, 0, 500), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(m.kv, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 20, 30), TKV_OK);
+    check_marked(&m, 0, N, 10, 40);
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 510, 520), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 20, 30), 0);
+    check_marked(&m, 0, N, 10, 20);
+    check_marked(&m, 0, 30, 30, N);
+    destroy_marked(&m);
+}
+
+/* A slide takes tokens out of blocks that stay, and out of blocks that another sequence holds. */
+TEST(slides_and_windows_wipe) {
+    marked_cache m;
+    int n;
+    make_marked(&m, 0, 0);
+    append_marked(&m, 0, 600);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, 140), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(m.kv, 1, 50, 60), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 140, 150), TKV_OK);
+    CHECK_EQ(tkv_seq_slide(m.kv, 0, 64, &n), TKV_OK);
+    CHECK_EQ(n, 64);
+    CHECK_EQ(n_in_memory(&m, 50, 60), 0);
+    check_marked(&m, 1, 0, 0, 50);
+    CHECK_EQ(tkv_seq_slide(m.kv, 0, 512, &n), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 140, 4 + 64 + n), 0);
+    check_marked(&m, 0, 4, 4 + 64 + n, 600);
+    check_marked(&m, 1, 60, 60, 140);
+    destroy_marked(&m);
+
+    make_marked(&m, 0, 100);
+    append_marked(&m, 0, 140);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(m.kv, 1, 50, 60), TKV_OK);
+    append_marked(&m, 0, 300);
+    CHECK_EQ(n_in_memory(&m, 50, 60), 0); /* they expired in the other one */
+    check_marked(&m, 1, 60, 60, 140);
+    destroy_marked(&m);
+}
+
+/* Anchors have exact copies in blocks of their own. */
+TEST(removed_anchors_are_wiped) {
+    enum { N = 300 };
+    static float q[N * 16], out[N * 16];
+    marked_cache m;
+    int i, n_anchors = 0;
+    make_marked(&m, 32, 0);
+    for (i = 0; i < N * 16; i++) q[i] = 1.0f;
+    append_marked(&m, 0, N);
+    CHECK_EQ(tkv_attend(m.kv, 0, 0, q, N, out), TKV_OK);
+    append_marked(&m, 0, N);
+    for (i = 4; i < 2 * N - 130; i++) n_anchors += n_in_memory(&m, i, i + 1);
+    CHECK_EQ(n_anchors, 32);
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 4, 2 * N - 130), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 4, 2 * N - 130), 0);
+    destroy_marked(&m);
+}
+
 /* Cuts into coded tokens leave short blocks. They merge when there are too many, and in tkv_maintain. */
 TEST(short_blocks_merge) {
     int meta, round, layer;
@@ -2597,6 +2799,9 @@ int main(int argc, char **argv) {
     RUN(maintain_does_the_work_of_the_next_append);
     RUN(appends_after_maintain_recode_nothing);
     RUN(wiping_leaves_nothing);
+    RUN(wiping_knows_who_holds_a_token);
+    RUN(slides_and_windows_wipe);
+    RUN(removed_anchors_are_wiped);
     RUN(windows_expire_old_tokens);
     RUN(windows_and_the_longest_truncation);
     RUN(layers_that_share_or_have_no_cache);

@@ -528,27 +528,6 @@ TEST(the_controller_of_the_meter_is_saved) {
     tkv_destroy(twin);
 }
 
-/* Under a budget, and in place, the meter does not move the level. */
-TEST(the_meter_moves_no_level_of_fixed_memory) {
-    int in_place, n;
-    for (in_place = 0; in_place < 2; in_place++) {
-        tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
-        guarded_buffer memory;
-        tkv_cache *kv;
-        cfg.meter.heads = 2;
-        cfg.meter.target = .9f;
-        cfg.limits.max_tokens = 1000;
-        if (in_place) cfg.budget.adapt = 1;
-        else cfg.budget.bytes = 4000000;
-        kv = in_place ? create_cache_in_place(&cfg, &memory, 0) : create_cache(&cfg);
-        for (n = 0; n < 40; n++) measure(kv, 4, 400, in_place ? 0.0 : .5);
-        CHECK_EQ(kv->meter->scored.samples, 0);
-        CHECK_EQ(kv->tables.level, in_place);
-        tkv_destroy(kv);
-        if (in_place) free(memory.raw);
-    }
-}
-
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(11);
@@ -569,6 +548,5 @@ int main(int argc, char **argv) {
     RUN(the_meter_copies_exact_blocks);
     RUN(the_meter_copies_shared_blocks_of_its_sequence);
     RUN(the_controller_of_the_meter_is_saved);
-    RUN(the_meter_moves_no_level_of_fixed_memory);
     return tkv_test_end();
 }

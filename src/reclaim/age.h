@@ -18,7 +18,7 @@
 #define TKVI_RECLAIM_AGE_H
 
 #include "learn/query_stats.h"
-#include "reclaim/anchors.h"
+#include "reclaim/wipe.h"
 
 /* The tier that age gives to a block. end: first position after the block. len: tokens of the list. hot_age: age at
  * which a block leaves the hot tier. */
@@ -309,12 +309,16 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
         if (!tkvi_outlasts_window(kv, layer, ids[i])) continue;
         tkvi_end_slots(kv, list, ids, i);
         e->evicted_mask |= tkvi_live_mask(e, tkvi_block_tokens(kv, list, ids, i)) & ~e->sink_mask;
+        tkvi_wipe_unused(kv, layer, e->block, i);
     }
     while (end > first) {
         const int last = end--;
         if (tkvi_outlasts_window(kv, layer, ids[end])) continue;
         while (end > first && !tkvi_outlasts_window(kv, layer, ids[end - 1])) end--;
-        for (i = end; i < last; i++) tkvi_release_entry(&kv->pool, ids[i]);
+        for (i = end; i < last; i++) {
+            tkvi_wipe_before_release(kv, seq, layer, i);
+            tkvi_release_entry(&kv->pool, ids[i]);
+        }
         tkvi_unlist_blocks(list, ids, end, last);
     }
 }

@@ -110,7 +110,7 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     *to = *from;
     tkvi_uncount_blocks(to, n, from->n);
     for (i = 0; i < tkvi_anchors_of(to); i++)
-        tkvi_copy_shared(kv, new_ids[i]); /* each sequence chooses its own */
+        tkvi_copy_shared(kv, dst, layer, i); /* each sequence chooses its own */
     if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
 }
 

@@ -205,6 +205,8 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     tkvi_token_score_cut(kv, list, ids);
     if (n_kept > 0 && tkvi_can_unite(kv, list, ids, n_kept - 1))
         tkvi_unite_entries(kv, keep->seq, layer, n_kept - 1);
+    for (t = tkvi_max(0, n_kept - 1); t < list->n; t++)
+        tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[t]].block, t);
 }
 
 TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *indices, int n) {

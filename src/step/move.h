@@ -110,6 +110,7 @@ static void tkvi_remove_anchors(tkv_cache *kv, int seq, int layer, const tkvi_ra
             if (position >= range->first && position < range->end)
                 kv->pool.entry[ids[i]].evicted_mask |= (uint64_t)1 << t;
         }
+        tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
     }
 }
 
@@ -125,7 +126,6 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
         mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
         if (!mask) continue;
         tkvi_forget_meter_copies(kv, seq, layer, tkvi_block_start(kv, ids, i));
-        tkvi_wipe_slots(kv, seq, layer, i, mask);
         kv->pool.entry[ids[i]].evicted_mask |= mask;
         tkvi_set_sink_mask(&kv->pool, ids[i], kv->pool.entry[ids[i]].sink_mask & ~mask);
         if (TKVI_HAS_EVICT && kv->pool.token_meta) {
@@ -133,6 +133,7 @@ static void tkvi_remove_in_list(tkv_cache *kv, int seq, int layer, const tkvi_ra
             kv->pool.token_meta[ids[i]].pinned_mask &= ~mask;
             kv->pool.token_meta[ids[i]].temporary_mask &= ~mask;
         }
+        tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
         if (i + 1 == list->n || tkvi_used_mask(kv, list, ids, i)) continue;
         if (i > 0) tkvi_end_slots(kv, list, ids, i - 1);
         tkvi_unlist_block(kv, seq, layer, i--);

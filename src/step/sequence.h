@@ -223,8 +223,9 @@ static void tkvi_store_row(const tkvi_side *side, const tkvi_simd_ops *simd_ops,
     tkvi_put_token(side, simd_ops, row, slot, dst);
 }
 
-/* Gives an entry a copy of a block that it shares, or that lies in attached bytes. There must be a slot. */
-static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
+/* Gives block i of a list a copy of a block that it shares, or that lies in attached bytes. There must be a slot. */
+static void tkvi_copy_shared(tkv_cache *kv, int seq, int layer, int i) {
+    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
     const uint32_t number = kv->pool.entry[id].block;
     tkvi_block *shared = &kv->pool.block[number];
     const tkvi_layout *c = &kv->tables.layout[shared->layout];
@@ -244,6 +245,7 @@ static void tkvi_copy_shared(tkv_cache *kv, uint32_t id) {
     tkvi_new_block(&kv->pool, id, shared->layout, shared->first_position);
     memcpy(tkvi_block_bytes(&kv->pool, tkvi_block_of(kv, id)),
            attached ? attached : tkvi_block_bytes(&kv->pool, shared), c->bytes.total);
+    tkvi_wipe_unused(kv, layer, number, i);
 }
 
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
@@ -301,7 +303,7 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
-            tkvi_copy_shared(kv, id);
+            tkvi_copy_shared(kv, seq, layer, list->n - 1);
             tkvi_search_again(list, list->n - 1); /* it may have been offloaded */
         }
         return !TKVI_HAS_MOVES ||
@@ -857,34 +859,6 @@ static void tkvi_truncate_entry(tkv_cache *kv, uint32_t id, int len) {
     *e = cut;
 }
 
-/* Overwrites slots of an exact block, unless another list holds it (cfg.host.wipe_freed). */
-static void tkvi_wipe_slots(tkv_cache *kv, int seq, int layer, int i, uint64_t slots) {
-    const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
-    const tkvi_layout *layout = &kv->tables.layout[b->layout];
-    int t, h;
-    if (!kv->tables.cfg.host.wipe_freed || b->refs > 1 || tkvi_is_offloaded(b) ||
-        !tkvi_is_exact(layout->record[0].k.format) || !tkvi_is_exact(layout->record[0].v.format))
-        return;
-    for (t = 0; t < layout->tokens; t++)
-        for (h = 0; h < layout->n_kv_heads && slots >> t & 1; h++) {
-            const tkvi_record *r = &layout->record[h];
-            uint8_t *bytes = tkvi_block_bytes(&kv->pool, b) + r->at;
-            tkvi_put_token(&r->k, kv->kernels->simd_ops, tkvi_zeros, t, bytes);
-            tkvi_put_token(&r->v, kv->kernels->simd_ops, tkvi_zeros, t, bytes + r->v_at);
-        }
-}
-
-/* Overwrites the tokens from index len on in block i of a list. */
-static void tkvi_wipe_tokens(tkv_cache *kv, int seq, int layer, int i, int len) {
-    const uint32_t id = tkvi_ids(kv, seq, layer)[i];
-    const int n = kv->pool.entry[id].n_packed ? kv->pool.entry[id].n_packed : TKVI_BLOCK;
-    uint64_t slots = 0;
-    int t;
-    for (t = kv->pool.entry[id].first_slot; t < n; t++)
-        if (tkvi_slot_index(kv, id, t) >= len) slots |= (uint64_t)1 << t;
-    tkvi_wipe_slots(kv, seq, layer, i, slots);
-}
-
 /* Number of blocks of a layer that hold any of its first `len` tokens. Blocks of anchors are not alone in a list. */
 static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -900,19 +874,18 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int n_kept = tkvi_n_blocks_before(kv, seq, layer, len);
     int i;
+    for (i = n_kept; i < list->n; i++) tkvi_wipe_before_release(kv, seq, layer, i);
     for (i = n_kept; i < list->n; i++) tkvi_release_entry(&kv->pool, ids[i]);
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
-    if (kv->tables.cfg.host.wipe_freed && list->n > 0) {
-        tkvi_wipe_tokens(kv, seq, layer, list->n - 1, len);
-        for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_wipe_tokens(kv, seq, layer, i, len);
-    }
     list->len = len;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
     if (list->n > 0) tkvi_truncate_entry(kv, ids[list->n - 1], len);
     for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_truncate_entry(kv, ids[i], len);
+    for (i = 0; i < tkvi_anchors_of(list); i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
+    if (list->n > 0) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[list->n - 1]].block, list->n - 1);
 }
 
 TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
@@ -1047,6 +1020,8 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        int i;
+        for (i = 0; i < list->n; i++) tkvi_wipe_before_release(kv, seq, layer, i);
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }

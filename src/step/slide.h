@@ -115,6 +115,9 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     tkvi_drop_ended_pins_in(kv, seq, layer);
     for (i = 0; TKVI_HAS_EVICT && kv->pool.token_meta && i < list->n; i++)
         tkvi_move_stamps_up(kv, ids[i], gone->to - gone->from);
+    for (i = 0; i < list->n; i++)
+        if (tkvi_block_start(kv, ids, i) >= gone->from && tkvi_block_end(kv, list, ids, i) <= gone->to)
+            tkvi_wipe_before_release(kv, seq, layer, i);
     for (i = 0; i < list->n; i++) {
         slot = tkvi_slot_behind(kv, list, ids, i, gone);
         if (slot) tkvi_split_entry(kv, seq, layer, i, slot);
@@ -132,6 +135,7 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
      * missing there is gone because the caller wished it. */
     list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
     list->is_moved = list->n > 0;
+    for (i = 0; i < list->n; i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
 }
 
 /* Number of tokens that a sequence may hold. */
