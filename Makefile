@@ -195,8 +195,8 @@ budget: build/budget
 	done
 	@$(call plot,--budget build/budgets/*.csv,$(PICTURE))
 
-# Tables of a model, from a text like those that it will read.
-calibrate: build/calibrate
+# Tables of a model, from a text like those that it will read. The last line shows how build/generate loads them.
+calibrate: build/calibrate build/generate
 	./build/calibrate $(MODEL) -f $(or $(TEXT),examples/data/demo_prompt.txt) -o $(or $(TABLES),build/tables.bin) $(ARGS)
 
 # A talk that goes on when it is called again.

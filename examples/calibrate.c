@@ -72,6 +72,14 @@ static void print_row(const char *name, tkv_cache *kv, int n, double loss) {
            commas((double)mem.total), 100 * (double)mem.total / (double)mem.fp16_bytes, exp(loss));
 }
 
+/* Length of the folder of a path, its last separator included. */
+static int folder_length(const char *path) {
+    int length = 0;
+    for (int i = 0; path[i]; i++)
+        if (path[i] == '/' || path[i] == '\\') length = i + 1;
+    return length;
+}
+
 int main(int argc, char **argv) {
     const char *out = "tables.bin";
     options o;
@@ -113,7 +121,8 @@ int main(int argc, char **argv) {
     load_tables(&o, kv);
     short_loss = read_tokens(&model, &cfg, kv, tokens, again, 1, "the beginning, with tables");
     print_row("the beginning, with tables", kv, again, short_loss);
-    printf("\nLoad it: ./generate %s --tables %s, or tkv_load_calibration\n", o.model, out);
+    printf("\nLoad it: %.*sgenerate %s --tables %s, or tkv_load_calibration\n", folder_length(argv[0]),
+           argv[0], o.model, out); /* generate stands beside this program */
     tkv_destroy(kv);
     plan_free(&cfg);
     llama_free(&model);

@@ -111,6 +111,7 @@ class Tables(Example, unittest.TestCase):
         share = [int(x) for x in re.findall(r"(\d+) % of FP16", text)]
         self.assertEqual(len(share), 3)
         self.assertLess(share[2], 0.9 * share[1])  # 250 tokens, with and without tables
+        self.assertIn("\nLoad it: ./generate %s --tables t.bin, or " % DEMO, text)
         ask = "generate", DEMO, "-p", "Once upon a time", "-n", "4", "--raw", "--tables", "t.bin"
         self.assertEqual(self.run_in_place(*ask).returncode, 0)
         with open(path, "wb") as f:
@@ -120,6 +121,19 @@ class Tables(Example, unittest.TestCase):
         self.assertIn(b"generate: t.bin: ", run.stderr)
         os.remove(path)
         self.assertIn(b"cannot read t.bin", self.run_in_place(*ask).stderr)
+
+    def test_the_command_that_loads_them(self):
+        """What the last line shows runs in the folder where calibrate ran, as `make calibrate` runs it from another one."""
+        with tempfile.TemporaryDirectory() as elsewhere:
+            os.symlink(self.place.name, os.path.join(elsewhere, "build"))
+            run = subprocess.run(["./build/calibrate", DEMO, "-f", PROMPT, "-o", "build/t2.bin", "-n", "300"], cwd=elsewhere,
+                                 stdout=subprocess.PIPE, check=True)
+            shown = re.search(r"^Load it: (.*), or tkv_load_calibration$", run.stdout.decode(), re.M).group(1)
+            run = subprocess.run(shown.split() + ["-p", "Once upon a time", "-n", "4", "--raw"], cwd=elsewhere,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self.assertEqual(run.returncode, 0, run.stderr)
+        rules = subprocess.check_output(["make", "-n", "-B", "calibrate"], cwd=ROOT).decode()
+        self.assertIn(" -o build/generate ", rules)
 
     def test_plans_that_learn_nothing(self):
         run = self.run_in_place("calibrate", DEMO, "-f", PROMPT, "-n", "100", "--warm", "64:kivi4", "--archive",
