@@ -6,6 +6,7 @@
  *
  *   ./claims bytes     tkv_estimate_memory for shapes of models that other designs compute by hand
  *   ./claims archive   bits per value of the archive tier by tkv_estimate_memory, and 16 over them
+ *   ./claims lengths   what layers that take turns (chapter 8) hold at lengths of SmolLM2, beside aligned layers
  *   ./claims errors    codes and decodes blocks of 64 tokens of 128 normal values. Prints the root mean square error
  *                      over that of the values, and over the mean range of 64 values that share a scale. For A
  *                      formats see `append --only read`: they need a cache
@@ -17,6 +18,7 @@
 #endif
 #include "../tieredkv.h"
 
+#include "../examples/measure.h"
 #include "../examples/plan.h"
 #include "bench.h"
 
@@ -99,6 +101,49 @@ static void print_archive(void) {
         bits = 8.0 * (double)(archive->codes + archive->metadata) /
                ((double)archive->tokens * 2.0 * 8.0 * (double)DIM);
         printf("%-13s %5.2f bits, %5.2f times below FP16\n", pairs[i], bits, 16.0 / bits);
+    }
+}
+
+/* >>lengths */
+/* Bytes of SmolLM2's cache with n tokens. Aligned: as bench/quality measures it (measure_align_layers). */
+static double bytes_at(const char *preset, int n, int aligned) {
+    enum { LAYERS = 30 };
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = tkv_default_config();
+    tkv_memory_info info;
+    memset(layers, 0, sizeof layers);
+    set_plan(&cfg, preset);
+    cfg.model.n_layers = LAYERS;
+    cfg.model.n_heads = 9;
+    cfg.model.n_kv_heads = 3;
+    cfg.model.head_dim = 64;
+    cfg.layers = layers;
+    if (aligned) measure_align_layers(&cfg, layers);
+    bench_must(tkv_estimate_memory(&cfg, n, 1, &info), preset);
+    return (double)info.total;
+}
+
+static void print_lengths(void) {
+    static const int lengths[] = {1024, 2048, 4096, 8192};
+    const double fp16 = 30 * 2 * 3 * 64 * 2; /* bytes of a token */
+    printf("SmolLM2: times below FP16 at a length, layers in turns and aligned; the same in the mean of the "
+           "64 lengths\n"
+           "around it; at most, how much more than aligned layers those in turns take there\n");
+    for (size_t p = 0; p < sizeof plans / sizeof *plans; p++) {
+        if (strchr(plans[p], ',') || strcmp(plans[p], "akv") == 0) continue;
+        for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+            const int n = lengths[i];
+            double sums[2] = {0.0, 0.0}, most = 0.0;
+            for (int at = n - TOKENS / 2; at < n + TOKENS / 2; at++) {
+                const double turns = bytes_at(plans[p], at, 0), aligned = bytes_at(plans[p], at, 1);
+                sums[0] += turns;
+                sums[1] += aligned;
+                most = turns / aligned > most ? turns / aligned : most;
+            }
+            printf("%-9s %5d  %5.2f %5.2f  %5.2f %5.2f  %5.1f %%\n", plans[p], n,
+                   fp16 * n / bytes_at(plans[p], n, 0), fp16 * n / bytes_at(plans[p], n, 1),
+                   fp16 * n * TOKENS / sums[0], fp16 * n * TOKENS / sums[1], 100.0 * (most - 1.0));
+        }
     }
 }
 
@@ -188,6 +233,7 @@ int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!*what || strcmp(what, "bytes") == 0) print_bytes();
     if (!*what || strcmp(what, "archive") == 0) print_archive();
+    if (!*what || strcmp(what, "lengths") == 0) print_lengths();
     if (!*what || strcmp(what, "errors") == 0) print_errors();
     if (!*what || strcmp(what, "time") == 0) print_time();
     return 0;

@@ -13,8 +13,8 @@ Points further down and left are better. Plans with loaded tables and the noise 
 
 Speed. Nanoseconds per token and KV head of a decode step, against the tokens that it reads. head_dim 128, 32 query
 and 8 KV heads, one thread. The rows come from `bench/attend --csv` (only this shape) and `bench/rivals.py --csv`. If
-two files have the same row, the later file counts. Dotted lines: time to read the bytes, at the median bandwidth of
-these runs.
+two files have the same row, the later file counts. Dotted lines: time in which a plain loop reads the bytes, at its
+median bandwidth in these runs. They are no lower limit: a kernel that asks for several lines ahead reads faster.
 
 Budget. Bytes of the whole cache against its tokens, one line per file of `budget --csv`. Dashed lines: the budgets. A
 dot marks a change to the level beside it.
