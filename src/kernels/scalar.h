@@ -121,23 +121,29 @@ static int tkvi_n_limbs(const tkvi_side *s, int precise) {
 /* >>exact tiers: rows [token][pad] */
 static void tkvi_exact_k(const tkvi_side *s, float (*load)(const uint8_t *), const uint8_t *src,
                          const float *q, const float *ref, int rows, int n, float *scores) {
-    int size = s->format->bits / 8, r, t, c;
+    const int size = s->format->bits / 8;
+    int r, t, c;
     memset(scores, 0, (size_t)(rows * TKVI_BLOCK) * sizeof(float));
-    for (t = 0; t < n; t++)
+    for (t = 0; t < n; t++, src += s->pad * size)
         for (c = 0; c < s->dim; c++) {
-            float k = load(src + (t * s->pad + c) * size) - ref[c];
-            for (r = 0; r < rows; r++) scores[r * TKVI_BLOCK + t] += q[r * s->pad + c] * k;
+            const float k = load(src + c * size) - ref[c], *row = q + c;
+            float *score = scores + t;
+            for (r = 0; r < rows; r++, row += s->pad, score += TKVI_BLOCK) *score += *row * k;
         }
 }
 
 static void tkvi_exact_v(const tkvi_side *s, float (*load)(const uint8_t *), const uint8_t *src,
                          const float *p, int rows, int n, float *out) {
-    int size = s->format->bits / 8, r, t, c;
-    for (t = 0; t < n; t++)
-        for (c = 0; c < s->dim; c++) {
-            float v = load(src + (t * s->pad + c) * size);
-            for (r = 0; r < rows; r++) out[r * s->pad + c] += p[r * TKVI_BLOCK + t] * v;
+    const int size = s->format->bits / 8;
+    float v[TKV_MAX_HEAD_DIM], weight;
+    int r, t, c;
+    for (t = 0; t < n; t++, src += s->pad * size) {
+        for (c = 0; c < s->dim; c++) v[c] = load(src + c * size);
+        for (r = 0; r < rows; r++) {
+            float *row = out + r * s->pad;
+            for (weight = p[r * TKVI_BLOCK + t], c = 0; c < s->dim; c++) row[c] += weight * v[c];
         }
+    }
 }
 
 #define TKVI_EXACT_KERNEL_(t)                                                                                \
