@@ -7,12 +7,6 @@
 
 #include <math.h>
 
-#if defined(__GNUC__) || defined(__clang__)
-#define NEEDS_ATOMICS
-#else
-#define NEEDS_ATOMICS SKIP("no atomics: scores are not collected")
-#endif
-
 enum { LAYERS = 2, HEADS = 4, DIM = 32, MAX_TOKENS = 1100, CHUNK = 256, LAYER = 1, Q_ROW = HEADS * DIM };
 
 static float k_in[CHUNK * Q_ROW], v_in[CHUNK * Q_ROW], q_in[CHUNK * Q_ROW], keys[MAX_TOKENS * Q_ROW];

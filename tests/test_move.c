@@ -1397,6 +1397,7 @@ TEST(queries_of_other_sequences) {
 /* A sequence that does not grow is sampled as often by queries of other sequences as one that does, whatever its
  * length. */
 TEST(queries_of_other_sequences_are_sampled) {
+    NEEDS_ATOMICS;
     static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM], score[300];
     tkv_rng rng = tkv_rng_seed(3);
     double first = 0.0;

@@ -1103,8 +1103,8 @@ TEST(attached_blocks_are_verified_at_first_use) {
         for (int layer = 0; layer < LAYERS && !st; layer++)
             CHECK_EQ(tkv_attend(b, 0, layer, q, 1, out), TKV_OK); /* it is verified once it is right */
         *damaged ^= 16;
+#if defined(__GNUC__) /* without atomics it is verified at each use */
         for (int layer = 0; layer < LAYERS && !st; layer++)
-#if defined(__GNUC__)
             CHECK_EQ(tkv_attend(b, 0, layer, q, 1, out), TKV_OK); /* and then not again */
 #endif
         *damaged ^= 16;
@@ -2411,6 +2411,7 @@ TEST(golden_files_stay_readable) {
     const int present = save_golden(0, file, sizeof file) ? (int)get32(file + 4) : 0;
     for (int i = 0; i < COUNT(golden_saved); i++) {
         const golden_file *g = &golden_saved[i];
+        if (g->number == 4 && !HAS_ATOMICS) continue; /* its cache has a meter */
         const size_t n = read_golden(g->version, g->name);
         const tkv_config cfg = golden_config(g->number);
         tkv_cache *kv = create_cache(&cfg);

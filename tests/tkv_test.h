@@ -71,6 +71,15 @@ static tkv_test_state tkv_test_;
         return;                                                                                              \
     } while (0)
 
+/* Attention collects scores, and the meter measures, only where the compiler has gcc's atomics. */
+#if defined(__GNUC__) || defined(__clang__)
+#define HAS_ATOMICS 1
+#else
+#define HAS_ATOMICS 0
+#endif
+#define NEEDS_ATOMICS                                                                                        \
+    if (!HAS_ATOMICS) SKIP("no atomics: no scores of attention, no meter")
+
 #define CHECK(cond) ((void)tkv_test_check_((cond) ? 1 : 0, __FILE__, __LINE__, #cond))
 #define REQUIRE(cond) /* CHECK; a failure ends the test */                                                   \
     do {                                                                                                     \

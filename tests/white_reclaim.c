@@ -364,9 +364,7 @@ TEST(scores_allocate_what_they_need) {
     tkv_config cfg = make_sized_config(LAYERS, HEADS, 1, DIM, SEQS, CHUNK);
     tkv_cache *kv;
     int policy, by_max;
-#if !defined(__GNUC__) && !defined(__clang__)
-    SKIP("no atomics, nothing is gathered");
-#endif
+    NEEDS_ATOMICS;
     for (policy = 0; policy < TKV_EVICT_USER; policy++) {
         cfg.evict.policy = (tkv_evict_policy)policy;
         kv = create_cache(&cfg);
@@ -397,6 +395,7 @@ static void measure(tkv_cache *kv, unsigned samples, unsigned n_keys, double err
 }
 
 TEST(scores_of_the_meter_move_the_level) {
+    NEEDS_ATOMICS;
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     int n, most, scores;
     for (most = 0; most < 2; most++) {
@@ -437,6 +436,7 @@ TEST(scores_of_the_meter_move_the_level) {
 
 /* The meter copies exact blocks of the sequence that it watches. A block that goes from warm to the archive is none. */
 TEST(the_meter_copies_exact_blocks) {
+    NEEDS_ATOMICS;
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     tkvi_head_probe *probe;
     const uint32_t *ids;
@@ -467,6 +467,7 @@ TEST(the_meter_copies_exact_blocks) {
 
 /* A shared block that another sequence recodes is copied if the sequence that the meter watches holds it, too. */
 TEST(the_meter_copies_shared_blocks_of_its_sequence) {
+    NEEDS_ATOMICS;
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, 3, CHUNK);
     tkvi_head_probe *probe;
     tkv_cache *kv;
@@ -488,6 +489,7 @@ TEST(the_meter_copies_shared_blocks_of_its_sequence) {
 
 /* A file of a whole cache has what the controller knows. */
 TEST(the_controller_of_the_meter_is_saved) {
+    NEEDS_ATOMICS;
     static unsigned char file[1 << 20], scratch[1 << 16];
     tkv_config cfg = make_sized_config(LAYERS, HEADS, KV_HEADS, DIM, SEQS, CHUNK);
     tkv_save_params save;
