@@ -1127,7 +1127,7 @@
  *            u64 RoPE
  *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
  *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
- *   record   bytes of a block, all heads, zeros to the size of its slot
+ *   record   bytes of a block, all heads, zeros to the size of its slot; slots without a token of the save are zeros
  *            u64 XXH64 of them, plus their place in the file | zeros to 64
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
