@@ -1146,7 +1146,8 @@
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache. Those
+ *            of tkvi_visit_rest_of_config come last, and e1db1b6 and before did not write them
  *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
  *            0 head, 1 model, 2 tokens, 3 tables, 4 records, 5 lists, 6 states, 7 cache
  *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
@@ -3017,6 +3018,13 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
  * Blocks keep their formats until age or a budget moves them.
+ *
+ * A whole cache needs the config of the saved one in every field, where 0 and the default are the same, but for
+ *   host                        only nonfinite and precise must be the same: the other fields are this cache's
+ *   offload, recompute, evict.scorer, evict.user     are this cache's
+ *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
+ *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
  *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats;
@@ -45956,6 +45964,29 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     }
 }
 
+/* What files of e1db1b6 and before do not have. It comes last, and they end before it. */
+static void tkvi_visit_rest_of_config(tkvi_numbers *io) {
+    const tkvi_tables *t = &io->kv->tables;
+    int layer, level, tier;
+    if (io->mode != TKVI_SAVES_NUMBERS && io->at == io->end) return;
+    tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes % 2));
+    tkvi_visit_same(io, t->cfg.budget.discard);
+    tkvi_visit_same(io, t->cfg.budget.adapt);
+    tkvi_visit_same(io, t->cfg.tiers.n_anchors);
+    tkvi_visit_same(io, tkvi_bits(t->cfg.meter.target));
+    for (level = 0; level < t->n_levels; level++) tkvi_visit_same(io, t->from_tokens[level]);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        tkvi_visit_same(io, t->plan[layer].geometry.n_heads);
+        tkvi_visit_same(io, t->plan[layer].sees_sinks);
+        for (level = 0; level < t->n_levels; level++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.k);
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.v);
+            }
+    }
+}
+
 /* >>budget */
 static void tkvi_visit_budget(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -45970,7 +46001,8 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
         for (l = 0; l < t->n_levels; l++) {
             int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
             const int is_forever = *hot == TKVI_FOREVER; /* no call changes it: tables depend on it */
-            tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
+            const int there = tkvi_visit_int(io, hot, 0, TKVI_FOREVER);
+            if (is_forever != (there == TKVI_FOREVER)) io->is_other = 1;
         }
     }
     if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
@@ -46286,12 +46318,14 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     tkvi_visit_config(io);
     if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
+    if (io->is_other) return;
     tkvi_visit_counts(io);
     tkvi_visit_reservations(io);
     tkvi_visit_arrays(io);
     for (seq = 0; seq < io->kv->tables.cfg.limits.max_seqs && !io->is_wrong; seq++) tkvi_visit_seq(io, seq);
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
+    if (!io->is_wrong) tkvi_visit_rest_of_config(io);
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */
@@ -47459,7 +47493,7 @@ static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s
         const tkvi_row *row = &tkvi_option_rows[i];
         const int here = tkvi_member_int(&l->kv->tables.cfg.format, row->offset);
         const int saved = i < (int)count ? tkvi_saved_int(s->at + 4 + 4 * i) : row->standard;
-        if (here != saved && tkvi_is_option_of_bytes(row))
+        if (here != saved && (l->is_cache || tkvi_is_option_of_bytes(row)))
             return tkvi_fail(l->kv, TKV_ERR_CONFIG, row->name, here,
                              " in format options here, and another value where the sequence was saved");
     }
@@ -47922,15 +47956,24 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     return n;
 }
 
+static tkv_status tkvi_refuse_numbers(tkvi_loader *l, const tkvi_numbers *io) {
+    return !io->is_wrong && io->is_other
+               ? tkvi_refuse_saved_model(
+                     l, "the cache was saved with another config; create this one with the same", -1)
+               : tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+}
+
+/* Compares the config before the lists, which may not fit another one. */
+static tkv_status tkvi_check_saved_config(tkvi_loader *l) {
+    tkvi_numbers io = tkvi_saved_numbers(l, 0);
+    if (!io.is_wrong) tkvi_visit_config(&io);
+    return io.is_wrong || io.is_other ? tkvi_refuse_numbers(l, &io) : TKV_OK;
+}
+
 static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
     *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
     if (!io->is_wrong) tkvi_visit_cache(io);
-    if (!io->is_wrong && io->is_other)
-        return tkvi_refuse_saved_model(
-            l, "the cache was saved with another config; create this one with the same", -1);
-    if (io->is_wrong || io->at != io->end)
-        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
-    return TKV_OK;
+    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l, io) : TKV_OK;
 }
 
 /* >>the whole */
@@ -47940,6 +47983,7 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
+    if (!st && l->is_cache) st = tkvi_check_saved_config(l);
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         if (l->kv->tables.plan[layer].stored_layer != layer) continue;
         for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)

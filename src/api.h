@@ -1166,6 +1166,13 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
  * Blocks keep their formats until age or a budget moves them.
+ *
+ * A whole cache needs the config of the saved one in every field, where 0 and the default are the same, but for
+ *   host                        only nonfinite and precise must be the same: the other fields are this cache's
+ *   offload, recompute, evict.scorer, evict.user     are this cache's
+ *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
+ *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
  *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats;

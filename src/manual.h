@@ -1144,7 +1144,8 @@
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache. Those
+ *            of tkvi_visit_rest_of_config come last, and e1db1b6 and before did not write them
  *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
  *            0 head, 1 model, 2 tokens, 3 tables, 4 records, 5 lists, 6 states, 7 cache
  *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version

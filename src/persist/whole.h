@@ -208,6 +208,29 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     }
 }
 
+/* What files of e1db1b6 and before do not have. It comes last, and they end before it. */
+static void tkvi_visit_rest_of_config(tkvi_numbers *io) {
+    const tkvi_tables *t = &io->kv->tables;
+    int layer, level, tier;
+    if (io->mode != TKVI_SAVES_NUMBERS && io->at == io->end) return;
+    tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes % 2));
+    tkvi_visit_same(io, t->cfg.budget.discard);
+    tkvi_visit_same(io, t->cfg.budget.adapt);
+    tkvi_visit_same(io, t->cfg.tiers.n_anchors);
+    tkvi_visit_same(io, tkvi_bits(t->cfg.meter.target));
+    for (level = 0; level < t->n_levels; level++) tkvi_visit_same(io, t->from_tokens[level]);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        tkvi_visit_same(io, t->plan[layer].geometry.n_heads);
+        tkvi_visit_same(io, t->plan[layer].sees_sinks);
+        for (level = 0; level < t->n_levels; level++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.k);
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.v);
+            }
+    }
+}
+
 /* >>budget */
 static void tkvi_visit_budget(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -222,7 +245,8 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
         for (l = 0; l < t->n_levels; l++) {
             int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
             const int is_forever = *hot == TKVI_FOREVER; /* no call changes it: tables depend on it */
-            tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
+            const int there = tkvi_visit_int(io, hot, 0, TKVI_FOREVER);
+            if (is_forever != (there == TKVI_FOREVER)) io->is_other = 1;
         }
     }
     if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
@@ -538,12 +562,14 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     tkvi_visit_config(io);
     if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
+    if (io->is_other) return;
     tkvi_visit_counts(io);
     tkvi_visit_reservations(io);
     tkvi_visit_arrays(io);
     for (seq = 0; seq < io->kv->tables.cfg.limits.max_seqs && !io->is_wrong; seq++) tkvi_visit_seq(io, seq);
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
+    if (!io->is_wrong) tkvi_visit_rest_of_config(io);
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */
