@@ -378,6 +378,9 @@ static int count_uncovered(const row *r, int n, size_t size) {
 TEST(each_field_says_whether_it_must_be_the_same) {
     setup s;
     for (int i = 0; i < COUNT(rows); i++) {
+#if !defined(__GNUC__) && !defined(__clang__) /* no meter here: it needs atomics */
+        if (rows[i].from == METER) continue;
+#endif
         make_base(rows[i].from, &s);
         check_row(&rows[i], &s, &s.cfg);
     }
