@@ -415,9 +415,63 @@ TEST(nothing_of_removed_tokens_is_saved_from_outside_ram) {
     }
 }
 
+/* >>prefixes */
+typedef struct page {
+    size_t n;
+    int n_put;
+    unsigned char *bytes;
+} page;
+
+static int put_page(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
+    page *to = (page *)user;
+    (void)hash;
+    to->n_put++;
+    to->n = size;
+    if (size > MOST) return 1;
+    memcpy(to->bytes, bytes, size);
+    return 0;
+}
+
+/* A page of a prefix is a save of its tokens. Those behind it, removed or not, change no byte. */
+TEST(nothing_of_later_tokens_is_in_a_page) {
+    static int tokens[N];
+    page pages[2];
+    int is_coded, learns;
+    const tkv_config cfg = config_number(6, &is_coded, &learns);
+    memset(pages, 0, sizeof pages);
+    for (int i = 0; i < 2; i++) {
+        tkv_prefix_params p;
+        tkv_prefix_store store;
+        script s;
+        memset(&s, 0, sizeof s);
+        memset(&p, 0, sizeof p);
+        memset(&store, 0, sizeof store);
+        mark(&s, SINKS + 256, N);
+        s.is_other = i;
+        s.kv = create_cache(&cfg);
+        append(&s, 0, 0, N);
+        CHECK_EQ(tkv_seq_fork(s.kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        remove_marked(&s, SINKS + 256, SINKS + 270);
+        CHECK_EQ(tkv_seq_flush(s.kv, 0, TKV_FLUSH_FULL) | tkv_seq_flush(s.kv, 1, TKV_FLUSH_FULL), TKV_OK);
+        pages[i].bytes = saved[i];
+        store.user = &pages[i];
+        store.put = put_page;
+        p.spare = SEQS - 1;
+        p.tokens = tokens;
+        p.n_tokens = SINKS + 256;
+        p.model = model_name;
+        p.model_bytes = sizeof model_name;
+        CHECK_MSG(tkv_seq_publish_prefix(s.kv, &p, &store, NULL) == TKV_OK, "%s", tkv_get_last_error(s.kv));
+        CHECK_EQ(pages[i].n_put, 1);
+        tkv_destroy(s.kv);
+    }
+    check_same_bytes(saved[0], pages[0].n, saved[1], pages[1].n, 6, "behind a page", "a page");
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(nothing_of_removed_tokens_is_saved);
     RUN(nothing_of_removed_tokens_is_saved_from_outside_ram);
+    RUN(nothing_of_later_tokens_is_in_a_page);
     return tkv_test_end();
 }
