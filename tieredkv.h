@@ -1130,7 +1130,7 @@
  *            u64 RoPE
  *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
  *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
- *   record   bytes of a block, all heads, zeros to the size of its slot
+ *   record   bytes of a block, all heads, zeros to the size of its slot; slots without a token of the save are zeros
  *            u64 XXH64 of them, plus their place in the file | zeros to 64
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
@@ -1147,7 +1147,8 @@
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache. Those
+ *            of tkvi_visit_rest_of_config come last, and e1db1b6 and before did not write them
  *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
  *            0 head, 1 model, 2 tokens, 3 tables, 4 records, 5 lists, 6 states, 7 cache
  *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version
@@ -2921,8 +2922,9 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * The same bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is
  * coded with the tables of this cache: the same bits with frozen tables. A layer that has no table yet learns from
  * loaded tokens too. A checksum finds accidents. It does not stop an attacker: authenticate files that others could
- * write. Slots of an exact block before or behind the tokens of the sequence are saved as zeros. Removed and evicted
- * tokens between them stay in the file until their block is coded again without them.
+ * write. A save holds no key, value, score or index of a token that has gone, comes behind `length`, or belongs to
+ * another sequence: its slot is zero. Scales and means that a block or a table had learned from it before may remain,
+ * and a journal keeps what earlier saves wrote (SECURITY.md, "What a saved file tells").
  *
  * TKV_ALL_SEQS saves the whole cache: all sequences, with blocks that they share once, scores, reservations, statistics
  * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
@@ -2955,7 +2957,8 @@ typedef struct tkv_save_params { /* fill with zeros first */
     int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
     int length;      /* 0: all tokens; else the first ones of a sequence, as tkv_seq_fork would take them */
     /* NULL, or the bytes of a journal: a saved sequence, and what later saves added behind it. Only what changed since
-     * its last whole save is written, to be added at info->at. */
+     * its last whole save is written, to be added at info->at. Tokens that went since then stay in the bytes before:
+     * save without it, to a new file, to be rid of them. */
     const void *former;
     size_t former_bytes;
     /* NULL, or memory for the call. In place a cache may have none to spare. An error says how many bytes it takes. */
@@ -3002,7 +3005,7 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
  *   TKV_ERR_DATA         `former` has no whole save
  * In place a cache has no memory for the block, table and index that a call needs meanwhile: give `scratch`.
- * A whole cache takes memory for the places of its blocks too, 16 bytes each, also to count.
+ * A whole cache takes memory for the places of its blocks too, 24 bytes each, also to count.
  * Cost: O(bytes). Behind a former save O(bytes of the sequence) to hash them, and O(new bytes) to write them. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
@@ -3017,6 +3020,13 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
  * Blocks keep their formats until age or a budget moves them.
+ *
+ * A whole cache needs the config of the saved one in every field, where 0 and the default are the same, but for
+ *   host                        only nonfinite and precise must be the same: the other fields are this cache's
+ *   offload, recompute, evict.scorer, evict.user     are this cache's
+ *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
+ *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
  *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats;
@@ -6838,11 +6848,11 @@ static void tkvi_set_member_int(void *base, size_t offset, int x) {
  * Sizes, demotion, reading, attention, learning, calibrations, texts and the tests go through the table. New formats
  * are of two kinds:
  *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
- *                     Widths, channel order and table of levels are free. The format writes layout, encode and
- *                     meta; decode is tkvi_decode_tiles. (A has one token a block in a row of its own, formats/a.h: the
- *                     kernels of K replace its scores.)
- *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
- *                     time. If each token has a grid and a scale, formats/token.h has all three functions.
+ *                     Widths, channel order and table of levels are free. The format writes layout, encode, meta
+ *                     and clear; decode is tkvi_decode_tiles. (A has one token a block in a row of its own,
+ *                     formats/a.h: the kernels of K replace its scores.)
+ *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode, decode and clear, and attention decodes 16 tokens
+ *                     at a time. If each token has a grid and a scale, formats/token.h has all four.
  *                     kernels/code_rows.inc is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
@@ -6982,6 +6992,10 @@ typedef struct tkvi_codec {
                  float *zero);
     /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
     void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token, uint8_t *dst);
+    /* Writes zeros over what the side holds of single tokens: codes, and scales that one token has. dead_mask: bit per
+     * slot. The values of the other tokens stay, bit for bit, so what tokens have in common (scales and means of
+     * channels) stays too. */
+    void (*clear)(const struct tkvi_side *s, uint64_t dead_mask, uint8_t *bytes);
 } tkvi_codec;
 
 /* Exact storage holds floats, so tokens can be added one by one and cut off again. */
@@ -7150,6 +7164,20 @@ static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const
     if (!tkvi_is_view(s)) s->format->side[s->which].encode(s, ops, x, stride, n, dst);
 }
 
+/* Writes zeros over the dead slots of rows that tokens have one by one. row: bytes of a token. */
+static void tkvi_clear_rows(uint8_t *at, size_t row, uint64_t dead_mask) {
+    for (; dead_mask; dead_mask >>= 1, at += row)
+        if (dead_mask & 1) memset(at, 0, row);
+}
+
+/* Writes zeros over the dead slots of a side (tkvi_codec), and over the whole side if no slot is live. */
+static void tkvi_clear_slots(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const uint64_t all = ~(uint64_t)0 >> (64 - s->tokens);
+    if (tkvi_is_view(s) || !(dead_mask & all)) return;
+    if ((dead_mask & all) == all) memset(bytes, 0, s->bytes);
+    else s->format->side[s->which].clear(s, dead_mask & all, bytes);
+}
+
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */
 static void tkvi_values(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first, int n,
                         float *x, size_t stride) {
@@ -7228,6 +7256,10 @@ static void tkvi_f16_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, f
     ops->f16_to_f32(src, n, x);
 }
 
+static void tkvi_exact_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    tkvi_clear_rows(bytes, s->code_bytes / (size_t)s->tokens, dead_mask);
+}
+
 /* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
     static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,      \
@@ -7287,6 +7319,21 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes c
         for (i = 0; i < s->tiles.n[width]; i++, number++) {
             ops->pack_tile(at, width, code[number]);
             at += TKVI_TILE_BYTES(width);
+        }
+}
+
+/* Clears the codes of dead slots in all tiles of a side. */
+static void tkvi_clear_tiles(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    uint8_t code[TKVI_TILE_CODES];
+    int width, i, t, k;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, bytes += TKVI_TILE_BYTES(width)) {
+            tkvi_unpack_tile(bytes, width, code);
+            for (k = 0; k < TKVI_TILE_CODES; k++) {
+                t = s->which == TKV_K ? k / 4 : i % 4 * 16 + k / 64 * 4 + k % 4;
+                if (dead_mask >> t & 1) code[k] = 0;
+            }
+            tkvi_pack_tile(bytes, width, code);
         }
 }
 
@@ -7508,6 +7555,27 @@ static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const
     memset(code, 0, sizeof code);
     ops->encode_groups(s, x, stride, n, code, dst + s->code_bytes);
     tkvi_pack(s, ops, code, dst);
+}
+
+/* A group of tokens that has lost them all loses its scale and zero, too. */
+static void tkvi_kivi_k_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const uint64_t group = ~(uint64_t)0 >> (64 - s->group);
+    const size_t row = 2 * (size_t)s->pad;
+    int g;
+    tkvi_clear_tiles(s, dead_mask, bytes);
+    for (g = 0; g < s->groups; g++) {
+        uint8_t *scale = bytes + s->code_bytes + (size_t)g * row;
+        if ((dead_mask >> g * s->group & group) != group) continue;
+        memset(scale, 0, row);
+        memset(scale + (size_t)s->groups * row, 0, row);
+    }
+}
+
+static void tkvi_kivi_v_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    int g;
+    tkvi_clear_tiles(s, dead_mask, bytes);
+    for (g = 0; g < 2 * s->groups; g++)
+        tkvi_clear_rows(bytes + s->code_bytes + (size_t)(g * 2 * TKVI_BLOCK), 2, dead_mask);
 }
 
 static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *ops, float *scale, float *zero) {
@@ -7752,6 +7820,13 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, c
         for (c = 0; c < s->dim; c++)
             to[c / per] = (uint8_t)(to[c / per] | code[c] << c % per * s->format->bits);
     }
+}
+
+static void tkvi_subspace_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const size_t row = 2 * (size_t)s->groups;
+    tkvi_clear_rows(bytes, s->code_bytes / TKVI_BLOCK, dead_mask);
+    tkvi_clear_rows(bytes + s->code_bytes, row, dead_mask);
+    tkvi_clear_rows(bytes + s->code_bytes + TKVI_BLOCK * row, row, dead_mask);
 }
 
 static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
@@ -8268,6 +8343,19 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     }
 }
 
+/* The columns of the outlier have the codes of a neighbour, so they go with it. */
+static void tkvi_a_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const tkvi_outlier o = tkvi_outlier_of(s, bytes);
+    uint8_t *row = bytes + s->code_bytes + 2 * (size_t)s->pad;
+    int p;
+    if (o.slot != TKVI_NO_OUTLIER) {
+        if (dead_mask >> o.slot & 1)
+            for (p = 0; p < s->pad; p++) row[p] = tkvi_outlier_byte(0, TKVI_NO_OUTLIER, p);
+        else if (dead_mask >> tkvi_outlier_neighbour(o.slot) & 1) dead_mask |= (uint64_t)1 << o.slot;
+    }
+    tkvi_clear_tiles(s, dead_mask, bytes);
+}
+
 static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;
@@ -8493,6 +8581,11 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     for (t = 0; t < TKVI_BLOCK; t++) scale[t] = tkvi_r_finish(s, t, n, code, scale[t]);
     ops->encode_log_scales(scale, TKVI_BLOCK, s->top, dst + s->code_bytes);
     tkvi_pack(s, ops, code, dst);
+}
+
+static void tkvi_r_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    tkvi_clear_tiles(s, dead_mask, bytes);
+    tkvi_clear_rows(bytes + s->code_bytes, 1, dead_mask);
 }
 
 static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
@@ -8803,6 +8896,15 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
         }
         for (c = 0; c < s->dim; c++) tkvi_put_code(row, e.bits, c, code[c]);
     }
+}
+
+static void tkvi_kvquant_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const tkvi_kvquant_at at = tkvi_kvquant_places(s);
+    tkvi_clear_rows(bytes, at.row, dead_mask);
+    tkvi_clear_rows(bytes + at.slot, (size_t)(tkvi_kvquant_slot_bytes(s) * s->slots), dead_mask);
+    if (s->which == TKV_K) return;
+    tkvi_clear_rows(bytes + s->code_bytes, 2, dead_mask);
+    tkvi_clear_rows(bytes + s->code_bytes + 2 * TKVI_BLOCK, 2, dead_mask);
 }
 
 /* >>decoding */
@@ -9281,6 +9383,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     }
 }
 
+static void tkvi_token_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const tkvi_token_at at = tkvi_token_places(s);
+    tkvi_clear_rows(bytes, at.row, dead_mask);
+    tkvi_clear_rows(bytes + at.scale, 2 * (size_t)s->groups, dead_mask);
+    if (at.parts) tkvi_clear_rows(bytes + at.part, (size_t)at.parts, dead_mask);
+}
+
 static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;
@@ -9413,26 +9522,35 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
 
 #define TKVI_COLUMNS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_CHANNEL)
 #define TKVI_ROWS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_TOKEN)
+/* Only saves clear slots. */
+#define TKVI_CLEAR_(name) TKVI_IF(TKVI_HAS_SAVE, tkvi_##name##_clear)
 #define TKVI_EXACT_(t)                                                                                       \
     {                                                                                                        \
-        {tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put}, {                   \
-            tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put                    \
+        {tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put, TKVI_CLEAR_(exact)}, \
+        {                                                                                                    \
+            tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put,                   \
+                TKVI_CLEAR_(exact)                                                                           \
         }                                                                                                    \
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, {                 \
-            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL                  \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL,                    \
+         TKVI_CLEAR_(kivi_k)},                                                                               \
+        {                                                                                                    \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL,                 \
+                TKVI_CLEAR_(kivi_v)                                                                          \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
-    { NULL, NULL, NULL, NULL, NULL }
+    { NULL, NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_a_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_a_decode, tkvi_a_meta, NULL, TKVI_CLEAR_(a)}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
+        TKVI_NO_SIDE_, {                                                                                     \
+            tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL, TKVI_CLEAR_(r)               \
+        }                                                                                                    \
     }
 
 /* Formats that a switch can leave out. Without functions a format keeps its name and stores nothing. */
@@ -9440,20 +9558,26 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     {                                                                                                        \
         TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_##t##_layout),                                                  \
             TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_encode),                                              \
-            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_decode), NULL, NULL                                   \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_decode), NULL, NULL,                                  \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, TKVI_CLEAR_(token))                                              \
     }
 #define TKVI_TOKEN_(t)                                                                                       \
     { TKVI_TOKEN_SIDE_(t), TKVI_TOKEN_SIDE_(t) }
 #define TKVI_SQUAT_                                                                                          \
     {                                                                                                        \
-        {TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_layout), TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_encode),            \
-         TKVI_IF(TKVI_HAS_SQUAT, tkvi_decode_tiles), TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_meta), NULL},       \
+        {TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_layout),                                                        \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_encode),                                                         \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_decode_tiles),                                                         \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_meta),                                                          \
+         NULL,                                                                                               \
+         TKVI_IF(TKVI_HAS_SQUAT, TKVI_CLEAR_(kivi_k))},                                                      \
             TKVI_NO_SIDE_                                                                                    \
     }
 #define TKVI_SUBSPACE_SIDE_                                                                                  \
     {                                                                                                        \
         TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_layout), TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_encode),  \
-            TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_decode), NULL, NULL                                     \
+            TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_decode), NULL, NULL,                                    \
+            TKVI_IF(TKVI_HAS_SUBSPACE, TKVI_CLEAR_(subspace))                                                \
     }
 #define TKVI_SUBSPACE_                                                                                       \
     { TKVI_SUBSPACE_SIDE_, TKVI_SUBSPACE_SIDE_ }
@@ -9461,7 +9585,8 @@ static void tkvi_fp4_layout(tkvi_side *s) { tkvi_token_layout(s, &tkvi_grid_fp4)
     {                                                                                                        \
         TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_layout),                                                      \
             TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_encode),                                        \
-            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_decode), NULL, NULL                             \
+            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_decode), NULL, NULL,                            \
+            TKVI_IF(TKVI_HAS_KVQUANT, TKVI_CLEAR_(kvquant))                                                  \
     }
 #define TKVI_KVQUANT_                                                                                        \
     { TKVI_KVQUANT_SIDE_(k), TKVI_KVQUANT_SIDE_(v) }
@@ -9532,6 +9657,7 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_R_
 #undef TKVI_NO_SIDE_
 #undef TKVI_EXACT_
+#undef TKVI_CLEAR_
 #undef TKVI_KIVI_
 #undef TKVI_TOKEN_SIDE_
 #undef TKVI_TOKEN_
@@ -28160,7 +28286,9 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 /* Tables are learned from at most this many blocks of a head. */
 #define TKVI_LEARN_BLOCKS 16
 
-typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
+/* Visits n slots of a block. Those in dead_mask have no token, and at least one has. */
+typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                           uint64_t dead_mask);
 
 /* 1 if tables are learned from a block behind the sinks: it is in RAM, and coded for the hot or warm tier. A list may
  * have such a block in its archive, while another list holds it. Of the entries of a block one is taken. */
@@ -28175,6 +28303,54 @@ static int tkvi_slots_in_use(const tkv_cache *kv, const tkvi_list *list, const u
     return b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i);
 }
 
+/* Mask of the used slots of block i: live tokens and anchored tokens. */
+static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
+}
+
+/* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
+ * have it at the same index as a rule, so these entries come first, and all blocks only if they leave slots open. */
+static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t number, int at) {
+    const tkvi_block *b = &kv->pool.block[number];
+    const uint64_t all = tkvi_slots_before(kv->tables.layout[b->layout].tokens);
+    uint64_t found = 0;
+    uint32_t n_found = 0;
+    int pass, seq, i;
+    for (pass = 0; pass < 2; pass++)
+        for (seq = 0, n_found = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
+                if (kv->pool.entry[ids[i]].block != number) continue;
+                found |= tkvi_used_mask(kv, list, ids, i);
+                if ((found & all) == all || ++n_found == b->refs) return found;
+            }
+        }
+    return found;
+}
+
+/* The first n slots of block i without a token of any list: what they hold counts for nothing. */
+static uint64_t tkvi_dead_slots(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids,
+                                int i, int n) {
+    uint64_t dead_mask = tkvi_slots_before(n) & ~tkvi_used_mask(kv, list, ids, i);
+    if (dead_mask && tkvi_block_of(kv, ids[i])->refs > 1)
+        dead_mask &= ~tkvi_slots_with_tokens(kv, layer, kv->pool.entry[ids[i]].block, i);
+    return dead_mask;
+}
+
+/* Removes the rows of dead slots from n rows. Returns the number of those that stay. */
+static int tkvi_drop_dead_rows(float *x, int stride, int n, uint64_t dead_mask) {
+    int t, n_live = 0;
+    if (!dead_mask) return n;
+    for (t = 0; t < n; t++) {
+        if (dead_mask >> t & 1) continue;
+        if (n_live < t) memcpy(x + n_live * stride, x + t * stride, (size_t)stride * sizeof *x);
+        n_live++;
+    }
+    return n_live;
+}
+
 /* Calls `visit` for the newest blocks of a head that tables are learned from. Order: the newest block of each sequence,
  * then the second newest of each, and so on. Returns the number of calls. */
 static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
@@ -28187,13 +28363,17 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
+            uint64_t dead_mask;
+            int n;
             if (i < list->sinks) continue;
             is_more = 1;
             if (!tkvi_is_learned_from(kv, ids[i])) continue;
+            n = tkvi_slots_in_use(kv, list, ids, i);
+            dead_mask = tkvi_dead_slots(kv, layer, list, ids, i, n);
+            if (dead_mask == tkvi_slots_before(n)) continue;
             b = tkvi_block_of(kv, ids[i]);
             r = &kv->tables.layout[b->layout].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
-                  tkvi_slots_in_use(kv, list, ids, i));
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position, n, dead_mask);
             found++;
         }
     }
@@ -30049,7 +30229,8 @@ typedef struct tkvi_token_walk {
     void *ctx;
 } tkvi_token_walk;
 
-static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                            uint64_t dead_mask) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
@@ -30057,6 +30238,7 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     if (w->side == TKV_K) tkvi_finite_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
     else tkvi_finite_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
+        if (dead_mask >> t & 1) continue;
         tkvi_take_token(w->side == TKV_K ? w->from->rope : NULL, x + t * dim, dim, (int64_t)start + t, y);
         w->visit(w->ctx, y, NULL);
     }
@@ -30151,13 +30333,14 @@ typedef struct tkvi_gather {
     int64_t tokens;
 } tkvi_gather;
 
-/* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. */
-static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int n,
-                               int *stride) {
+/* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. *n: slots, then rows. */
+static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int *n,
+                               uint64_t dead_mask, int *stride) {
     float *k = g->kv->work.recode;
     *stride = g->geometry->k_pad;
-    if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
-    tkvi_finite_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
+    if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(*n * *stride) * sizeof *k);
+    tkvi_finite_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, *n, k, (size_t)*stride);
+    *n = tkvi_drop_dead_rows(k, *stride, *n, dead_mask);
     return k;
 }
 
@@ -30176,14 +30359,17 @@ static void tkvi_gather_extremes(const float *rows, int n, int stride, float *lo
 }
 
 /* First pass: tokens, low, high and v_most. */
-static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                             uint64_t dead_mask) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const int dv = g->geometry->v_head_dim;
+    const int dv = g->geometry->v_head_dim, n_slots = n;
     int t, c, stride;
-    float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
+    float *k = tkvi_gather_keys(g, r, bytes, &n, dead_mask, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
-    if (!tkvi_is_view(&r->v))
-        tkvi_finite_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+    if (!tkvi_is_view(&r->v)) {
+        tkvi_finite_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n_slots, v, (size_t)dv);
+        (void)tkvi_drop_dead_rows(v, dv, n_slots, dead_mask);
+    }
     if (!g->tokens) {
         memcpy(g->low, k, (size_t)stride * sizeof *k);
         memcpy(g->high, k, (size_t)stride * sizeof *k);
@@ -30203,11 +30389,12 @@ static float tkvi_power_of_two(int e) {
 
 /* Second pass. Scaled values are whole numbers below 2^21 in size. So sums over 64 tokens fit 32 bits, sums of squares
  * are below 2^48 and exact in doubles, and the square of a sum is below 2^54. */
-static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                             uint64_t dead_mask) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const float by = tkvi_power_of_two(-g->down);
     int t, c, i, stride;
-    const float *k = tkvi_gather_keys(g, r, bytes, n, &stride);
+    const float *k = tkvi_gather_keys(g, r, bytes, &n, dead_mask, &stride);
     (void)start;
     for (c = 0; c < stride; c += 16) {
         int32_t sum[16] = {0};
@@ -31944,12 +32131,6 @@ static size_t tkvi_discard_recomputable(tkv_cache *kv, int cheap) {
 #define TKVI_RECLAIM_ANCHORS_H
 
 
-/* Mask of the used slots of block i: live tokens and anchored tokens. */
-static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
-}
-
 /* Slot of a position in block i; -1: none. In a packed block only live and anchored tokens are found. In other
  * blocks an evicted token still has its slot. */
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,
@@ -32114,27 +32295,6 @@ static void tkvi_choose_anchors(tkv_cache *kv, int seq, int layer, int i) {
 #define TKVI_RECLAIM_WIPE_H
 
 
-/* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
- * have it at the same index as a rule, so these entries come first, and all blocks only if they leave slots open. */
-static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t number, int at) {
-    const tkvi_block *b = &kv->pool.block[number];
-    const uint64_t all = tkvi_slots_before(kv->tables.layout[b->layout].tokens);
-    uint64_t found = 0;
-    uint32_t n_found = 0;
-    int pass, seq, i;
-    for (pass = 0; pass < 2; pass++)
-        for (seq = 0, n_found = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
-                if (kv->pool.entry[ids[i]].block != number) continue;
-                found |= tkvi_used_mask(kv, list, ids, i);
-                if ((found & all) == all || ++n_found == b->refs) return found;
-            }
-        }
-    return found;
-}
-
 /* Overwrites the slots of an exact block in RAM that have no token of any list. Block `number` is or was block i of a
  * list of the layer. */
 static TKVI_NOINLINE void tkvi_wipe_unused(tkv_cache *kv, int layer, uint32_t number, int i) {
@@ -32213,6 +32373,9 @@ typedef struct tkvi_recoding {
     const tkvi_layout *from, *to;
     int layer, start;   /* start: first position of the block */
     uint64_t live_mask; /* slots that are recoded; all other slots are left out */
+    uint64_t
+        dead_mask; /* of those, which begin at slot 0 then: without a token. They repeat a neighbour, so that no
+                         * scale or mean follows from them */
 } tkvi_recoding;
 
 /* A block that parts of an append have encoded before the append demotes it. */
@@ -32245,6 +32408,19 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
     return n_rows;
 }
 
+/* Gives dead slots the row of the live one before them, or of the first live one. */
+static void tkvi_fill_dead_rows(float *x, size_t stride, int n, uint64_t dead_mask) {
+    int t, live = 0;
+    if (!dead_mask) return;
+    while (live < n && dead_mask >> live & 1) live++;
+    for (t = 0; t < n; t++) {
+        float *row = x + (size_t)t * stride;
+        if (!(dead_mask >> t & 1)) live = t;
+        else if (live < n) memcpy(row, x + (size_t)live * stride, stride * sizeof *row);
+        else memset(row, 0, stride * sizeof *row);
+    }
+}
+
 /* Encodes n tokens as record r of one head, at dst. k: their rows of K, and behind the space of 64 those of V. start:
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
@@ -32268,6 +32444,8 @@ static void tkvi_recode_head(const tkvi_recoding *r, int head, float *k, const u
     const int n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
     (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
                              k + g->k_pad * TKVI_BLOCK, dv);
+    tkvi_fill_dead_rows(k, dk, n_tokens, r->dead_mask);
+    if (!tkvi_is_view(&from->v)) tkvi_fill_dead_rows(k + g->k_pad * TKVI_BLOCK, dv, n_tokens, r->dead_mask);
     tkvi_encode_record(r->kv, r->layer, head, to, r->start, k, n_tokens, dst + to->at);
 }
 
@@ -32296,7 +32474,7 @@ static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi
         if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to) continue;
         /* Tokens are evicted, joined and expired after all rows have aged. A token that becomes an anchor keeps its
          * slot. So the block has the slots that the parts have encoded. */
-        TKVI_ASSERT(b->recoding.live_mask == r->live_mask);
+        TKVI_ASSERT(b->recoding.live_mask == r->live_mask && b->recoding.dead_mask == r->dead_mask);
         tkvi_recode_block(&kv->pool, number, layout, tkvi_copy_prepared, b);
         return;
     }
@@ -32338,6 +32516,13 @@ static int tkvi_is_recoded_to(const tkv_cache *kv, const tkvi_block *b, int layo
     return (!kv->tables.recode_pages && from->tokens == TKVI_BLOCK) || tkvi_is_smaller(kv, b->layout, layout);
 }
 
+/* Recodes all slots of block i, each in its place. */
+static void tkvi_keep_slots(tkvi_recoding *r, const tkvi_list *list, const uint32_t *ids, int i) {
+    const int n = tkvi_slots_in_use(r->kv, list, ids, i);
+    r->live_mask = tkvi_slots_before(n);
+    r->dead_mask = tkvi_dead_slots(r->kv, r->layer, list, ids, i, n);
+}
+
 /* Describes the recoding of block i of a list to `layout`. If tokens were evicted, the other tokens move to the first
  * slots, unless the format fixes slots, or other lists hold the block. *is_packed: 1 if they do. */
 static tkvi_recoding tkvi_describe_recoding(const tkv_cache *kv, int layer, const tkvi_list *list,
@@ -32353,7 +32538,8 @@ static tkvi_recoding tkvi_describe_recoding(const tkv_cache *kv, int layer, cons
     *is_packed = TKVI_HAS_EVICT && kv->pool.token_meta &&
                  (kv->pool.entry[ids[i]].evicted_mask & ~r.live_mask) && r.live_mask &&
                  !tkvi_has_fixed_slots(kv) && b->refs == 1;
-    if (!*is_packed) r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
+    r.dead_mask = 0;
+    if (!*is_packed) tkvi_keep_slots(&r, list, ids, i);
     return r;
 }
 
@@ -33641,7 +33827,7 @@ static int tkvi_recode_version(tkv_cache *kv, int layer, int version) {
             if (tkvi_version_of(kv, b->layout) != version) continue;
             if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
             r = tkvi_describe_recoding(kv, layer, list, ids, i, layout, &is_packed);
-            r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i)); /* slots stay */
+            tkvi_keep_slots(&r, list, ids, i);
             tkvi_recode_block(&kv->pool, kv->pool.entry[ids[i]].block, layout, tkvi_recode_heads, &r);
         }
     }
@@ -35177,7 +35363,7 @@ static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side sid
 }
 
 /* The reference key: per channel the median of three recent keys if they lie close together, else 0. It finds a
- * bias of 600 on all keys. It does not mistake one huge key for a bias. */
+ * bias of 600 on all keys. It does not mistake one huge key for a bias. Keys of tokens that are gone do not count. */
 static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     float key[3][TKV_MAX_HEAD_DIM];
     int last = u->list->n - 1, from, i, c;
@@ -35186,17 +35372,21 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     from =
         last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
-        int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
-        const int first =
-            u->call->kv->pool.entry[u->ids[block]].first_slot; /* earlier slots are of other lists */
+        const int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
+        const uint64_t live = tkvi_live_mask(&u->call->kv->pool.entry[u->ids[block]], n);
+        const int is_second = i == 1 && from == last && n > 2 && (live & (live - 1));
+        int slot = i ? n - 1 : 0;
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
         if (tkvi_has_no_source(u->call->kv, tkvi_block_of(u->call->kv, u->ids[block]))) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
-        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
-                    i == 0 ? first : tkvi_max(first, n - 1 - (i == 1 && from == last && n > 2)), 1, key[i],
-                    0);
+        if (!live) return;
+        while (!(live >> slot & 1)) slot += i ? -1 : 1;
+        if (is_second) do
+                slot--;
+            while (!(live >> slot & 1));
+        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes, slot, 1, key[i], 0);
     }
     for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;
@@ -41337,6 +41527,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     recoding.layer = layer;
     recoding.start = b->first_position;
     recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
+    recoding.dead_mask = 0; /* and their rows, so that the others get the bytes that they had */
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
@@ -45603,6 +45794,7 @@ typedef struct tkvi_numbers {
     tkvi_number_mode mode;
     void (*emit)(void *saver, const void *bytes, size_t n);
     void *saver;
+    uint8_t *room;           /* to save: of the largest block */
     const uint8_t *at, *end; /* bytes to read */
     int is_wrong;            /* 1: a number is out of its range, or missing */
     int is_other;            /* 1: a number that follows from the config differs here */
@@ -45617,6 +45809,7 @@ typedef struct tkvi_numbers {
 typedef struct tkvi_save_place {
     tkvi_saved_holder holder;
     uint32_t first, has_first; /* first: the first entry with its block */
+    uint64_t slots;            /* of a first entry: those in which some list has a token */
 } tkvi_save_place;
 
 #define TKVI_MOST_COUNT (((int64_t)1 << 62) - 1)
@@ -45779,6 +45972,29 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     }
 }
 
+/* What files of e1db1b6 and before do not have. It comes last, and they end before it. */
+static void tkvi_visit_rest_of_config(tkvi_numbers *io) {
+    const tkvi_tables *t = &io->kv->tables;
+    int layer, level, tier;
+    if (io->mode != TKVI_SAVES_NUMBERS && io->at == io->end) return;
+    tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes % 2));
+    tkvi_visit_same(io, t->cfg.budget.discard);
+    tkvi_visit_same(io, t->cfg.budget.adapt);
+    tkvi_visit_same(io, t->cfg.tiers.n_anchors);
+    tkvi_visit_same(io, tkvi_bits(t->cfg.meter.target));
+    for (level = 0; level < t->n_levels; level++) tkvi_visit_same(io, t->from_tokens[level]);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        tkvi_visit_same(io, t->plan[layer].geometry.n_heads);
+        tkvi_visit_same(io, t->plan[layer].sees_sinks);
+        for (level = 0; level < t->n_levels; level++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.k);
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.v);
+            }
+    }
+}
+
 /* >>budget */
 static void tkvi_visit_budget(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -45793,7 +46009,8 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
         for (l = 0; l < t->n_levels; l++) {
             int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
             const int is_forever = *hot == TKVI_FOREVER; /* no call changes it: tables depend on it */
-            tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
+            const int there = tkvi_visit_int(io, hot, 0, TKVI_FOREVER);
+            if (is_forever != (there == TKVI_FOREVER)) io->is_other = 1;
         }
     }
     if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
@@ -46062,6 +46279,26 @@ static void tkvi_visit_feedback(tkvi_numbers *io, tkv_feedback *f) {
     for (i = 0; i < TKV_FEEDBACK_HISTORY; i++) tkvi_visit_u32(io, &f->history[i], 1u << 24);
 }
 
+/* The meter's copy of the block that begins at `start`, with zeros in the slots where the block has no token now.
+ * Comparisons do not read a copy that no block, or a packed one, has. */
+static uint8_t *tkvi_cleared_copy(const tkvi_numbers *io, const tkvi_head_probe *g, int start,
+                                  const uint8_t *copy) {
+    const tkv_cache *kv = io->kv;
+    const tkvi_list *list = tkvi_list_of(kv, kv->meter->seq, g->layer);
+    const uint32_t *ids = tkvi_ids(kv, kv->meter->seq, g->layer);
+    const int i = tkvi_block_at(kv, list, ids, start);
+    const tkvi_record *r =
+        &kv->tables.layout[tkvi_layout_of(&kv->tables, g->layer, TKV_TIER_HOT)].record[g->head];
+    uint64_t others = ~(uint64_t)0;
+    if (i >= 0 && tkvi_block_start(kv, ids, i) == start && !kv->pool.entry[ids[i]].n_packed)
+        others = ~tkvi_used_mask(kv, list, ids, i);
+    memset(io->room, 0, kv->meter->record_bytes);
+    memcpy(io->room, copy, r->k.bytes + r->v.bytes);
+    tkvi_clear_slots(&r->k, others, io->room);
+    tkvi_clear_slots(&r->v, others, io->room + r->v_at);
+    return io->room;
+}
+
 static void tkvi_visit_meter(tkvi_numbers *io) {
     tkvi_meter *m = io->kv->meter;
     int i, a, n;
@@ -46074,9 +46311,10 @@ static void tkvi_visit_meter(tkvi_numbers *io) {
         tkvi_visit_int(io, &g->stride, 1, TKVI_FOREVER);
         tkvi_visit_error_sums(io, &g->sum);
         for (a = 0; a < n && !io->is_wrong; a++) {
+            uint8_t *copy = g->bytes + (size_t)g->slot[a] * m->record_bytes; /* in a new meter, of slot a */
             tkvi_visit_int(io, &g->start[a], 0, TKVI_FOREVER);
-            /* in a new meter, copy a has slot a */
-            tkvi_visit_bytes(io, g->bytes + (size_t)g->slot[a] * m->record_bytes, m->record_bytes);
+            if (io->mode == TKVI_SAVES_NUMBERS) copy = tkvi_cleared_copy(io, g, g->start[a], copy);
+            tkvi_visit_bytes(io, copy, m->record_bytes);
         }
     }
     if (m->feedback) tkvi_visit_feedback(io, m->feedback);
@@ -46088,12 +46326,14 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     tkvi_visit_config(io);
     if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
+    if (io->is_other) return;
     tkvi_visit_counts(io);
     tkvi_visit_reservations(io);
     tkvi_visit_arrays(io);
     for (seq = 0; seq < io->kv->tables.cfg.limits.max_seqs && !io->is_wrong; seq++) tkvi_visit_seq(io, seq);
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
+    if (!io->is_wrong) tkvi_visit_rest_of_config(io);
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */
@@ -46198,12 +46438,12 @@ static void tkvi_place_all_entries(tkvi_saver *s) {
                 uint32_t other = ids[i];
                 s->place[other].holder.seq = seq;
                 s->place[other].holder.i = i;
-                if (s->place[other].has_first) continue;
-                do {
+                for (; !s->place[other].has_first; other = kv->pool.entry[other].next_holder) {
                     s->place[other].first = ids[i];
                     s->place[other].has_first = 1;
-                    other = kv->pool.entry[other].next_holder;
-                } while (other != ids[i]);
+                }
+                s->place[s->place[ids[i]].first].slots |=
+                    tkvi_used_mask(kv, tkvi_list_of(kv, seq, layer), ids, i);
             }
         }
 }
@@ -46236,38 +46476,45 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     return e;
 }
 
-/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. In a whole cache, of
- * the slots that tables are learned from. */
+/* Bits of the slots in which an entry has tokens, as it is saved. */
+static uint64_t tkvi_saved_tokens_of(const tkvi_saver *s, int i) {
+    tkvi_token_meta m;
+    const tkvi_entry e = tkvi_view_entry(s, i, &m);
+    const int end = i + 1 < s->list.n ? tkvi_block_start(s->kv, s->ids, i + 1) : s->list.len;
+    return tkvi_live_mask(&e, e.n_packed   ? e.n_packed
+                              : e.end_slot ? e.end_slot
+                                           : tkvi_min(TKVI_BLOCK, e.first_slot + end - e.start)) |
+           m.anchored_mask;
+}
+
+/* Bits of the slots of a block in which some token of the save is. i: the first entry with the block. */
 static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
     const tkvi_pool *pool = &s->kv->pool;
     const uint32_t number = pool->entry[s->ids[i]].block;
     uint64_t slots = 0;
-    if (s->is_cache) return tkvi_slots_before(tkvi_slots_in_use(s->kv, &s->list, s->ids, i));
-    for (; i < s->list.n; i++) {
-        const tkvi_entry *e = &pool->entry[s->ids[i]];
-        if (e->block != number) continue;
-        slots |= tkvi_slots_before(tkvi_min(TKVI_BLOCK, tkvi_block_tokens(s->kv, &s->list, s->ids, i))) &
-                 ~(uint64_t)0 << e->first_slot;
-        if (pool->block[number].refs == 1) break;
+    uint32_t n = 0;
+    if (s->is_cache) return s->place[s->place[s->ids[i]].first].slots;
+    for (; i < s->list.n && ~slots && n < pool->block[number].refs; i++) {
+        if (pool->entry[s->ids[i]].block != number) continue;
+        slots |= tkvi_saved_tokens_of(s, i);
+        n++;
     }
     return slots;
 }
 
-/* Puts zeros into the other slots of an exact block: what they hold is of other lists, or of none. */
+/* A record with zeros in the slots without a token of the save: those had tokens that were removed, or that are not
+ * saved. */
 static const uint8_t *tkvi_clear_other_slots(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record,
                                              int i) {
     const uint64_t others = tkvi_slots_before(c->tokens) & ~tkvi_saved_slots(s, i);
-    int t, h;
-    if (!others || !tkvi_is_exact(c->record[0].k.format) || !tkvi_is_exact(c->record[0].v.format))
-        return record;
-    memcpy(s->room, record, tkvi_record_end(c));
-    for (t = 0; t < c->tokens; t++)
-        for (h = 0; h < c->n_kv_heads && others >> t & 1; h++) {
-            const tkvi_record *r = &c->record[h];
-            tkvi_put_token(&r->k, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at);
-            if (!tkvi_is_view(&r->v))
-                tkvi_put_token(&r->v, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at + r->v_at);
-        }
+    int h;
+    if (!others) return record;
+    if (record != s->room) memcpy(s->room, record, tkvi_record_end(c));
+    for (h = 0; h < c->n_kv_heads; h++) {
+        const tkvi_record *r = &c->record[h];
+        tkvi_clear_slots(&r->k, others, s->room + r->at);
+        tkvi_clear_slots(&r->v, others, s->room + r->at + r->v_at);
+    }
     return s->room;
 }
 
@@ -46623,17 +46870,20 @@ static void tkvi_emit_meta(tkvi_saver *s, int i) {
     tkvi_token_meta m;
     const tkvi_entry e = tkvi_view_entry(s, i, &m);
     uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
+    const uint64_t slots = tkvi_saved_tokens_of(s, i);
     int t;
-    tkvi_store64(at, m.pinned_mask);
-    tkvi_store64(at + 8, m.temporary_mask);
+    tkvi_store64(at, m.pinned_mask & slots);
+    tkvi_store64(at + 8, m.temporary_mask & slots);
     tkvi_store64(at + 16, m.anchored_mask);
     tkvi_store32(at + 24, (uint32_t)m.temporary_until);
     tkvi_store32(at + 28, (uint32_t)m.score_step);
     tkvi_store32(at + 32, (uint32_t)m.moved_at);
-    for (t = 0; t < TKVI_ANCHOR_SLOTS && e.has_anchors; t++)
-        tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
-    for (t = 0; t < e.n_packed && !e.has_anchors; t++) tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
-    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(slots >> t & 1)) continue;
+        if (e.has_anchors && t < TKVI_ANCHOR_SLOTS) tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
+        if (e.n_packed && !e.has_anchors) tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
+        tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
+    }
     tkvi_emit(s, at,
               TKVI_SAVED_META +
                   (tkvi_saved_flags(s) & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0));
@@ -46695,6 +46945,7 @@ static void tkvi_emit_cache(tkvi_saver *s, int number) {
     io.mode = TKVI_SAVES_NUMBERS;
     io.emit = tkvi_emit_number;
     io.saver = s;
+    io.room = s->room;
     tkvi_visit_cache(&io);
 }
 
@@ -47250,7 +47501,7 @@ static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s
         const tkvi_row *row = &tkvi_option_rows[i];
         const int here = tkvi_member_int(&l->kv->tables.cfg.format, row->offset);
         const int saved = i < (int)count ? tkvi_saved_int(s->at + 4 + 4 * i) : row->standard;
-        if (here != saved && tkvi_is_option_of_bytes(row))
+        if (here != saved && (l->is_cache || tkvi_is_option_of_bytes(row)))
             return tkvi_fail(l->kv, TKV_ERR_CONFIG, row->name, here,
                              " in format options here, and another value where the sequence was saved");
     }
@@ -47713,15 +47964,24 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     return n;
 }
 
+static tkv_status tkvi_refuse_numbers(tkvi_loader *l, const tkvi_numbers *io) {
+    return !io->is_wrong && io->is_other
+               ? tkvi_refuse_saved_model(
+                     l, "the cache was saved with another config; create this one with the same", -1)
+               : tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+}
+
+/* Compares the config before the lists, which may not fit another one. */
+static tkv_status tkvi_check_saved_config(tkvi_loader *l) {
+    tkvi_numbers io = tkvi_saved_numbers(l, 0);
+    if (!io.is_wrong) tkvi_visit_config(&io);
+    return io.is_wrong || io.is_other ? tkvi_refuse_numbers(l, &io) : TKV_OK;
+}
+
 static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
     *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
     if (!io->is_wrong) tkvi_visit_cache(io);
-    if (!io->is_wrong && io->is_other)
-        return tkvi_refuse_saved_model(
-            l, "the cache was saved with another config; create this one with the same", -1);
-    if (io->is_wrong || io->at != io->end)
-        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
-    return TKV_OK;
+    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l, io) : TKV_OK;
 }
 
 /* >>the whole */
@@ -47731,6 +47991,7 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
+    if (!st && l->is_cache) st = tkvi_check_saved_config(l);
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         if (l->kv->tables.plan[layer].stored_layer != layer) continue;
         for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
@@ -48109,8 +48370,7 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
             r.to = &kv->tables.layout[to.layout];
             r.layer = layer;
             r.start = b->first_position;
-            r.live_mask =
-                tkvi_slots_before((int)tkvi_saved_tokens(from, g.i + k, &kv->pool.entry[ids[g.i + k]]));
+            tkvi_keep_slots(&r, tkvi_list_of(kv, l->seq, layer), ids, g.i + k);
             if (record != l->from.room) memcpy(l->from.room, record, to.saved->bytes.total);
             tkvi_recode_heads(&r, l->from.room, tkvi_block_bytes(&kv->pool, b));
             l->info.n_recoded++;

@@ -1068,8 +1068,9 @@ TKV_API tkv_status tkv_seq_list_states(const tkv_cache *kv, int seq, int layer, 
  * The same bytes load on any machine. Attention over a loaded sequence gives the same bits. What is appended later is
  * coded with the tables of this cache: the same bits with frozen tables. A layer that has no table yet learns from
  * loaded tokens too. A checksum finds accidents. It does not stop an attacker: authenticate files that others could
- * write. Slots of an exact block before or behind the tokens of the sequence are saved as zeros. Removed and evicted
- * tokens between them stay in the file until their block is coded again without them.
+ * write. A save holds no key, value, score or index of a token that has gone, comes behind `length`, or belongs to
+ * another sequence: its slot is zero. Scales and means that a block or a table had learned from it before may remain,
+ * and a journal keeps what earlier saves wrote (SECURITY.md, "What a saved file tells").
  *
  * TKV_ALL_SEQS saves the whole cache: all sequences, with blocks that they share once, scores, reservations, statistics
  * in progress, the budget's controller, the meter, live settings. It is loaded into a new cache of the same config,
@@ -1102,7 +1103,8 @@ typedef struct tkv_save_params { /* fill with zeros first */
     int with_scores; /* 1: saves attention scores too (cfg.evict, cfg.importance): 256 bytes for each block */
     int length;      /* 0: all tokens; else the first ones of a sequence, as tkv_seq_fork would take them */
     /* NULL, or the bytes of a journal: a saved sequence, and what later saves added behind it. Only what changed since
-     * its last whole save is written, to be added at info->at. */
+     * its last whole save is written, to be added at info->at. Tokens that went since then stay in the bytes before:
+     * save without it, to a new file, to be rid of them. */
     const void *former;
     size_t former_bytes;
     /* NULL, or memory for the call. In place a cache may have none to spare. An error says how many bytes it takes. */
@@ -1149,7 +1151,7 @@ typedef int (*tkv_write_bytes)(void *user, const void *bytes,
  *   TKV_ERR_RANGE        tokens of a window have expired that the last of `length` tokens needs (tkv_seq_truncate)
  *   TKV_ERR_DATA         `former` has no whole save
  * In place a cache has no memory for the block, table and index that a call needs meanwhile: give `scratch`.
- * A whole cache takes memory for the places of its blocks too, 16 bytes each, also to count.
+ * A whole cache takes memory for the places of its blocks too, 24 bytes each, also to count.
  * Cost: O(bytes). Behind a former save O(bytes of the sequence) to hash them, and O(new bytes) to write them. */
 TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *buf, size_t size,
                                 size_t *needed);
@@ -1164,6 +1166,13 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   out     (may be NULL) receives what was loaded
  * The config may have another plan, budget, page size or hot length, if some level has the formats of the saved blocks.
  * Blocks keep their formats until age or a budget moves them.
+ *
+ * A whole cache needs the config of the saved one in every field, where 0 and the default are the same, but for
+ *   host                        only nonfinite and precise must be the same: the other fields are this cache's
+ *   offload, recompute, evict.scorer, evict.user     are this cache's
+ *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
+ *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
  *   TKV_ERR_CONFIG     another model, RoPE, options of formats or number of anchors, or no level has its formats;

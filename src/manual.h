@@ -1128,7 +1128,7 @@
  *            u64 RoPE
  *   tokens   i32 of the caller's each; sections of 4,096, numbered as if by layer
  *   table    u32 parts | u32 n | n times: u32 version | u32 1: current | the parts, as in a calibration
- *   record   bytes of a block, all heads, zeros to the size of its slot
+ *   record   bytes of a block, all heads, zeros to the size of its slot; slots without a token of the save are zeros
  *            u64 XXH64 of them, plus their place in the file | zeros to 64
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
@@ -1145,7 +1145,8 @@
  *   meta     u64 pinned_mask | u64 temporary_mask | u64 anchored_mask | i32 temporary_until | i32 score_step
  *            i32 moved_at | u32 0 | 128 bytes: indices, 64 u16 or, in blocks of anchors, 32 i32 | scores [64] u32
  *   state    u32 layer | u32 n_tokens | u64 bytes | the bytes, zeros to 8
- *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache
+ *   cache    numbers of 8 bytes each, in the order of tkvi_visit_cache (persist/whole.h); only of a whole cache. Those
+ *            of tkvi_visit_rest_of_config come last, and e1db1b6 and before did not write them
  *   index    for each section: u32 kind | u32 layer | u64 offset | u64 bytes | u64 XXH64; of records 0
  *            0 head, 1 model, 2 tokens, 3 tables, 4 records, 5 lists, 6 states, 7 cache
  *   end      u64 offset of the index | u64 offset of this save | u32 sections | u32 version

@@ -1371,6 +1371,87 @@ TEST(golden) {
     }
 }
 
+/* Codes of a slot in the tiles of a side, by a sum that is 0 if all are. */
+static int sum_codes_of_slot(const tkvi_side *s, const uint8_t *side, int slot) {
+    uint8_t code[TKVI_TILE_CODES];
+    int width, i, k, sum = 0;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, side += TKVI_TILE_BYTES(width)) {
+            tkvi_unpack_tile(side, width, code);
+            for (k = 0; k < TKVI_TILE_CODES; k++)
+                if ((s->which == TKV_K ? k / 4 : i % 4 * 16 + k / 64 * 4 + k % 4) == slot) sum += code[k];
+        }
+    return sum;
+}
+
+/* Clears slots of a side that was coded from x, and from x with the rows of dead slots in another order. */
+static void check_cleared(const tkvi_side *s, const float *x, uint64_t dead_mask, const char *what) {
+    static float other[TKVI_BLOCK * TKV_MAX_HEAD_DIM], before[TKVI_BLOCK * TKV_MAX_HEAD_DIM],
+        after[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    static uint8_t cleared[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM * 5];
+    const size_t dim = (size_t)s->dim;
+    int t, group, first, last, n_set = 0;
+    memcpy(other, x, TKVI_BLOCK * dim * sizeof *x);
+    for (group = 0; group < TKVI_BLOCK; group += 32)
+        for (first = group, last = group + 31; first < last; first++, last--) {
+            while (first < last && !(dead_mask >> first & 1)) first++;
+            while (first < last && !(dead_mask >> last & 1)) last--;
+            memcpy(other + (size_t)first * dim, x + (size_t)last * dim, dim * sizeof *x);
+            memcpy(other + (size_t)last * dim, x + (size_t)first * dim, dim * sizeof *x);
+        }
+    CHECK(s->bytes <= sizeof cleared[0]);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, x, dim, TKVI_BLOCK, cleared[0]);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, other, dim, TKVI_BLOCK, cleared[1]);
+    tkvi_decode_side(s, cleared[0], 0, TKVI_BLOCK, before, dim);
+    tkvi_clear_slots(s, dead_mask, cleared[0]);
+    tkvi_clear_slots(s, dead_mask, cleared[1]);
+    tkvi_decode_side(s, cleared[0], 0, TKVI_BLOCK, after, dim);
+    for (t = 0; t < TKVI_BLOCK; t++)
+        CHECK_MSG((dead_mask >> t & 1) ||
+                      memcmp(before + (size_t)t * dim, after + (size_t)t * dim, dim * sizeof *x) == 0,
+                  "%s, %d channels, side %d: a live token has changed in slot %d", what, s->dim,
+                  (int)s->which, t);
+    if (!s->has_outlier || (dead_mask & 3u << 19) == 0) /* else a column has the codes of a neighbour */
+        CHECK_MSG(memcmp(cleared[0], cleared[1], s->bytes) == 0, "%s, %d channels, side %d, dead %08x%08x",
+                  what, s->dim, (int)s->which, (unsigned)(dead_mask >> 32),
+                  (unsigned)(dead_mask & 0xffffffffu));
+    for (t = 0; t < TKVI_BLOCK && s->format->stored == TKVI_AS_TILES; t++)
+        if (dead_mask >> t & 1) CHECK_EQ(sum_codes_of_slot(s, cleared[0], t), 0);
+    if (s->has_outlier && s->dim > 2 && ~dead_mask) {
+        const tkvi_outlier o = tkvi_outlier_of(s, cleared[0]);
+        CHECK_EQ(o.slot, dead_mask >> 20 & 1 ? TKVI_NO_OUTLIER : 20);
+        for (t = 0; t < s->pad && o.slot == TKVI_NO_OUTLIER; t++) n_set += o.row[t] & 254;
+        if (dead_mask >> 19 & 3) CHECK_EQ(sum_codes_of_slot(s, cleared[0], 20), 0);
+    }
+    for (t = 0; t < (int)s->bytes && !~dead_mask; t++) n_set += cleared[0][t];
+    CHECK_EQ(n_set, 0);
+}
+
+/* Cleared slots hold nothing of their tokens, and the others decode to the same bits. Whole numbers have the same sums in
+ * any order, so all that channels have in common stays when rows change places. Slot 20 is the outlier of formats A. */
+TEST(cleared_slots_hold_nothing) {
+    static const int dims[] = {1, 4, 16, 18, 64, 100, 576};
+    static const uint64_t masks[] = {~(uint64_t)0,       0xffffffffu,        (uint64_t)0xffffffffu << 32,
+                                     (uint64_t)3 << 2,   ~(uint64_t)0 << 21, ~((uint64_t)3 << 19),
+                                     (uint64_t)3 << 19,  (uint64_t)1 << 20,  (uint64_t)1 << 19,
+                                     (uint64_t)15 << 60, 0xf0f00f0f33335555u};
+    static float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    int f, d, i, which, group;
+    for (f = 1; f < TKV_FORMAT_COUNT; f++)
+        for (which = 0; which < 2; which++)
+            for (d = 0; d < COUNT(dims) && tkvi_format_stores(&tkvi_formats[f], (tkv_side)which); d++)
+                for (group = 32; group <= 64; group += 32) {
+                    tkvi_side s;
+                    if (dims[d] > 256 && tkvi_formats[f].family->too_wide) continue;
+                    tkvi_side_init(&s, &tkvi_formats[f], (tkv_side)which, dims[d], group, TKVI_BLOCK, NULL);
+                    for (i = 0; i < TKVI_BLOCK * dims[d]; i++)
+                        x[i] =
+                            (float)((i * 7919 + i / 31 * 101) % 61 - 30) * (i / dims[d] == 20 ? 60.0f : 1.0f);
+                    for (i = 0; i < dims[d]; i++) x[20 * dims[d] + i] += 7.0f;
+                    for (i = 0; i < COUNT(masks); i++) check_cleared(&s, x, masks[i], tkvi_formats[f].name);
+                }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(tile_bits);
@@ -1401,6 +1482,7 @@ int main(int argc, char **argv) {
     RUN(squat_reduces_the_gap);
     RUN(squat_factors);
     RUN(squat_matches_its_definition);
+    RUN(cleared_slots_hold_nothing);
     RUN(golden);
     return tkv_test_end();
 }

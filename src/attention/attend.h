@@ -581,7 +581,7 @@ static const uint8_t *tkvi_bytes_of(const tkvi_work_tile *u, int i, tkv_side sid
 }
 
 /* The reference key: per channel the median of three recent keys if they lie close together, else 0. It finds a
- * bias of 600 on all keys. It does not mistake one huge key for a bias. */
+ * bias of 600 on all keys. It does not mistake one huge key for a bias. Keys of tokens that are gone do not count. */
 static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     float key[3][TKV_MAX_HEAD_DIM];
     int last = u->list->n - 1, from, i, c;
@@ -590,17 +590,21 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
     from =
         last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
-        int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
-        const int first =
-            u->call->kv->pool.entry[u->ids[block]].first_slot; /* earlier slots are of other lists */
+        const int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
+        const uint64_t live = tkvi_live_mask(&u->call->kv->pool.entry[u->ids[block]], n);
+        const int is_second = i == 1 && from == last && n > 2 && (live & (live - 1));
+        int slot = i ? n - 1 : 0;
         const uint8_t *bytes;
         const tkvi_record *rec = tkvi_record_of(u, block, &bytes);
         if (tkvi_has_no_source(u->call->kv, tkvi_block_of(u->call->kv, u->ids[block]))) return;
         if (!bytes) bytes = tkvi_bytes_of(u, block, TKV_K);
         if (!bytes) return;
-        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes,
-                    i == 0 ? first : tkvi_max(first, n - 1 - (i == 1 && from == last && n > 2)), 1, key[i],
-                    0);
+        if (!live) return;
+        while (!(live >> slot & 1)) slot += i ? -1 : 1;
+        if (is_second) do
+                slot--;
+            while (!(live >> slot & 1));
+        tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes, slot, 1, key[i], 0);
     }
     for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
         float a = key[0][c], b = key[1][c], x = key[2][c], lo = a < b ? a : b, hi = a < b ? b : a;

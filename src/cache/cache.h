@@ -527,7 +527,9 @@ static tkv_tier tkvi_token_tier(const tkv_cache *kv, const tkvi_list *list, cons
 /* Tables are learned from at most this many blocks of a head. */
 #define TKVI_LEARN_BLOCKS 16
 
-typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n);
+/* Visits n slots of a block. Those in dead_mask have no token, and at least one has. */
+typedef void (*tkvi_visit)(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                           uint64_t dead_mask);
 
 /* 1 if tables are learned from a block behind the sinks: it is in RAM, and coded for the hot or warm tier. A list may
  * have such a block in its archive, while another list holds it. Of the entries of a block one is taken. */
@@ -542,6 +544,54 @@ static int tkvi_slots_in_use(const tkv_cache *kv, const tkvi_list *list, const u
     return b->refs > 1 ? b->n_shared_slots : tkvi_block_tokens(kv, list, ids, i);
 }
 
+/* Mask of the used slots of block i: live tokens and anchored tokens. */
+static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
+           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
+}
+
+/* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
+ * have it at the same index as a rule, so these entries come first, and all blocks only if they leave slots open. */
+static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t number, int at) {
+    const tkvi_block *b = &kv->pool.block[number];
+    const uint64_t all = tkvi_slots_before(kv->tables.layout[b->layout].tokens);
+    uint64_t found = 0;
+    uint32_t n_found = 0;
+    int pass, seq, i;
+    for (pass = 0; pass < 2; pass++)
+        for (seq = 0, n_found = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
+            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            const uint32_t *ids = tkvi_ids(kv, seq, layer);
+            for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
+                if (kv->pool.entry[ids[i]].block != number) continue;
+                found |= tkvi_used_mask(kv, list, ids, i);
+                if ((found & all) == all || ++n_found == b->refs) return found;
+            }
+        }
+    return found;
+}
+
+/* The first n slots of block i without a token of any list: what they hold counts for nothing. */
+static uint64_t tkvi_dead_slots(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids,
+                                int i, int n) {
+    uint64_t dead_mask = tkvi_slots_before(n) & ~tkvi_used_mask(kv, list, ids, i);
+    if (dead_mask && tkvi_block_of(kv, ids[i])->refs > 1)
+        dead_mask &= ~tkvi_slots_with_tokens(kv, layer, kv->pool.entry[ids[i]].block, i);
+    return dead_mask;
+}
+
+/* Removes the rows of dead slots from n rows. Returns the number of those that stay. */
+static int tkvi_drop_dead_rows(float *x, int stride, int n, uint64_t dead_mask) {
+    int t, n_live = 0;
+    if (!dead_mask) return n;
+    for (t = 0; t < n; t++) {
+        if (dead_mask >> t & 1) continue;
+        if (n_live < t) memcpy(x + n_live * stride, x + t * stride, (size_t)stride * sizeof *x);
+        n_live++;
+    }
+    return n_live;
+}
+
 /* Calls `visit` for the newest blocks of a head that tables are learned from. Order: the newest block of each sequence,
  * then the second newest of each, and so on. Returns the number of calls. */
 static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tkvi_visit visit, void *ctx) {
@@ -554,13 +604,17 @@ static int tkvi_visit_newest_blocks(const tkv_cache *kv, int layer, int head, tk
             const int i = list->n - from_end;
             const tkvi_block *b;
             const tkvi_record *r;
+            uint64_t dead_mask;
+            int n;
             if (i < list->sinks) continue;
             is_more = 1;
             if (!tkvi_is_learned_from(kv, ids[i])) continue;
+            n = tkvi_slots_in_use(kv, list, ids, i);
+            dead_mask = tkvi_dead_slots(kv, layer, list, ids, i, n);
+            if (dead_mask == tkvi_slots_before(n)) continue;
             b = tkvi_block_of(kv, ids[i]);
             r = &kv->tables.layout[b->layout].record[head];
-            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position,
-                  tkvi_slots_in_use(kv, list, ids, i));
+            visit(ctx, r, tkvi_block_bytes(&kv->pool, b) + r->at, b->first_position, n, dead_mask);
             found++;
         }
     }

@@ -11,11 +11,11 @@
  * Sizes, demotion, reading, attention, learning, calibrations, texts and the tests go through the table. New formats
  * are of two kinds:
  *   TKVI_AS_TILES     Tiles of core/tile.h. The integer kernels of every instruction set run on them unchanged.
- *                     Widths, channel order and table of levels are free. The format writes layout, encode and
- *                     meta; decode is tkvi_decode_tiles. (A has one token a block in a row of its own, formats/a.h: the
- *                     kernels of K replace its scores.)
- *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode and decode, and attention decodes 16 tokens at a
- *                     time. If each token has a grid and a scale, formats/token.h has all three functions.
+ *                     Widths, channel order and table of levels are free. The format writes layout, encode, meta
+ *                     and clear; decode is tkvi_decode_tiles. (A has one token a block in a row of its own,
+ *                     formats/a.h: the kernels of K replace its scores.)
+ *   TKVI_AS_DECODED   Any bytes. The format writes layout, encode, decode and clear, and attention decodes 16 tokens
+ *                     at a time. If each token has a grid and a scale, formats/token.h has all four.
  *                     kernels/code_rows.inc is faster than decode, for the formats that it supports.
  *
  * A side in memory is codes (a multiple of 64 bytes), then metadata, padded to 64 bytes. A record is the K side,
@@ -161,6 +161,10 @@ typedef struct tkvi_codec {
                  float *zero);
     /* Exact formats: writes one token into a side that was cleared at creation. NULL for the others. */
     void (*put)(const struct tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token, uint8_t *dst);
+    /* Writes zeros over what the side holds of single tokens: codes, and scales that one token has. dead_mask: bit per
+     * slot. The values of the other tokens stay, bit for bit, so what tokens have in common (scales and means of
+     * channels) stays too. */
+    void (*clear)(const struct tkvi_side *s, uint64_t dead_mask, uint8_t *bytes);
 } tkvi_codec;
 
 /* Exact storage holds floats, so tokens can be added one by one and cut off again. */
@@ -327,6 +331,20 @@ static int tkvi_has_scales(const tkvi_format *f, const tkv_format_options *o, tk
 static void tkvi_encode_side(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, size_t stride,
                              int n, uint8_t *dst) {
     if (!tkvi_is_view(s)) s->format->side[s->which].encode(s, ops, x, stride, n, dst);
+}
+
+/* Writes zeros over the dead slots of rows that tokens have one by one. row: bytes of a token. */
+static void tkvi_clear_rows(uint8_t *at, size_t row, uint64_t dead_mask) {
+    for (; dead_mask; dead_mask >>= 1, at += row)
+        if (dead_mask & 1) memset(at, 0, row);
+}
+
+/* Writes zeros over the dead slots of a side (tkvi_codec), and over the whole side if no slot is live. */
+static void tkvi_clear_slots(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const uint64_t all = ~(uint64_t)0 >> (64 - s->tokens);
+    if (tkvi_is_view(s) || !(dead_mask & all)) return;
+    if ((dead_mask & all) == all) memset(bytes, 0, s->bytes);
+    else s->format->side[s->which].clear(s, dead_mask & all, bytes);
 }
 
 /* The result of tkvi_decode_side in formats/table.h, computed with the given simd_ops. */

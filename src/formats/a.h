@@ -489,6 +489,19 @@ static void tkvi_a_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     }
 }
 
+/* The columns of the outlier have the codes of a neighbour, so they go with it. */
+static void tkvi_a_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const tkvi_outlier o = tkvi_outlier_of(s, bytes);
+    uint8_t *row = bytes + s->code_bytes + 2 * (size_t)s->pad;
+    int p;
+    if (o.slot != TKVI_NO_OUTLIER) {
+        if (dead_mask >> o.slot & 1)
+            for (p = 0; p < s->pad; p++) row[p] = tkvi_outlier_byte(0, TKVI_NO_OUTLIER, p);
+        else if (dead_mask >> tkvi_outlier_neighbour(o.slot) & 1) dead_mask |= (uint64_t)1 << o.slot;
+    }
+    tkvi_clear_tiles(s, dead_mask, bytes);
+}
+
 static void tkvi_a_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const uint8_t *log = src + s->code_bytes, *offset = log + s->pad;

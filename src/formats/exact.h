@@ -56,6 +56,10 @@ static void tkvi_f16_read(const tkvi_simd_ops *ops, const uint8_t *src, int n, f
     ops->f16_to_f32(src, n, x);
 }
 
+static void tkvi_exact_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    tkvi_clear_rows(bytes, s->code_bytes / (size_t)s->tokens, dead_mask);
+}
+
 /* The functions of tkvi_codec for a type of `size` bytes. */
 #define TKVI_EXACT_CODEC_(t, size)                                                                           \
     static void tkvi_##t##_put(const tkvi_side *s, const tkvi_simd_ops *ops, const float *x, int token,      \

@@ -128,6 +128,27 @@ static void tkvi_kivi_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const
     tkvi_pack(s, ops, code, dst);
 }
 
+/* A group of tokens that has lost them all loses its scale and zero, too. */
+static void tkvi_kivi_k_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const uint64_t group = ~(uint64_t)0 >> (64 - s->group);
+    const size_t row = 2 * (size_t)s->pad;
+    int g;
+    tkvi_clear_tiles(s, dead_mask, bytes);
+    for (g = 0; g < s->groups; g++) {
+        uint8_t *scale = bytes + s->code_bytes + (size_t)g * row;
+        if ((dead_mask >> g * s->group & group) != group) continue;
+        memset(scale, 0, row);
+        memset(scale + (size_t)s->groups * row, 0, row);
+    }
+}
+
+static void tkvi_kivi_v_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    int g;
+    tkvi_clear_tiles(s, dead_mask, bytes);
+    for (g = 0; g < 2 * s->groups; g++)
+        tkvi_clear_rows(bytes + s->code_bytes + (size_t)(g * 2 * TKVI_BLOCK), 2, dead_mask);
+}
+
 static void tkvi_kivi_meta(const uint8_t *m, int n, const tkvi_simd_ops *ops, float *scale, float *zero) {
     ops->f16_to_f32(m, n, scale);
     ops->f16_to_f32(m + 2 * n, n, zero);

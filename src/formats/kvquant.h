@@ -285,6 +285,15 @@ static void tkvi_kvquant_v_encode(const tkvi_side *s, const tkvi_simd_ops *ops, 
     }
 }
 
+static void tkvi_kvquant_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const tkvi_kvquant_at at = tkvi_kvquant_places(s);
+    tkvi_clear_rows(bytes, at.row, dead_mask);
+    tkvi_clear_rows(bytes + at.slot, (size_t)(tkvi_kvquant_slot_bytes(s) * s->slots), dead_mask);
+    if (s->which == TKV_K) return;
+    tkvi_clear_rows(bytes + s->code_bytes, 2, dead_mask);
+    tkvi_clear_rows(bytes + s->code_bytes + 2 * TKVI_BLOCK, 2, dead_mask);
+}
+
 /* >>decoding */
 /* Decodes the dense values of a row. step 0: one range for all. */
 static void tkvi_kvquant_dense(const uint8_t *row, int bits, int dim, const float *level, const float *radius,

@@ -193,6 +193,11 @@ static void tkvi_r_encode(const tkvi_side *s, const tkvi_simd_ops *ops, const fl
     tkvi_pack(s, ops, code, dst);
 }
 
+static void tkvi_r_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    tkvi_clear_tiles(s, dead_mask, bytes);
+    tkvi_clear_rows(bytes + s->code_bytes, 1, dead_mask);
+}
+
 static void tkvi_r_meta(const tkvi_side *s, const uint8_t *src, const tkvi_simd_ops *ops, float *scale,
                         float *zero) {
     const float middle = s->levels ? 0.0f : 0.5f * (float)((1 << s->half_bits / 2) - 1);

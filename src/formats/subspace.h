@@ -52,6 +52,13 @@ static void tkvi_subspace_encode(const tkvi_side *s, const tkvi_simd_ops *ops, c
     }
 }
 
+static void tkvi_subspace_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const size_t row = 2 * (size_t)s->groups;
+    tkvi_clear_rows(bytes, s->code_bytes / TKVI_BLOCK, dead_mask);
+    tkvi_clear_rows(bytes + s->code_bytes, row, dead_mask);
+    tkvi_clear_rows(bytes + s->code_bytes + TKVI_BLOCK * row, row, dead_mask);
+}
+
 static void tkvi_subspace_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                                  int n, float *x, size_t stride) {
     size_t row = s->code_bytes / TKVI_BLOCK;

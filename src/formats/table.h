@@ -17,26 +17,35 @@
 
 #define TKVI_COLUMNS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_CHANNEL)
 #define TKVI_ROWS_ (1 << TKV_SCALES_GROUP | 1 << TKV_SCALES_TOKEN)
+/* Only saves clear slots. */
+#define TKVI_CLEAR_(name) TKVI_IF(TKVI_HAS_SAVE, tkvi_##name##_clear)
 #define TKVI_EXACT_(t)                                                                                       \
     {                                                                                                        \
-        {tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put}, {                   \
-            tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put                    \
+        {tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put, TKVI_CLEAR_(exact)}, \
+        {                                                                                                    \
+            tkvi_exact_layout, tkvi_##t##_encode, tkvi_##t##_decode, NULL, tkvi_##t##_put,                   \
+                TKVI_CLEAR_(exact)                                                                           \
         }                                                                                                    \
     }
 #define TKVI_KIVI_                                                                                           \
     {                                                                                                        \
-        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL}, {                 \
-            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL                  \
+        {tkvi_kivi_k_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_k_meta, NULL,                    \
+         TKVI_CLEAR_(kivi_k)},                                                                               \
+        {                                                                                                    \
+            tkvi_kivi_v_layout, tkvi_kivi_encode, tkvi_decode_tiles, tkvi_kivi_v_meta, NULL,                 \
+                TKVI_CLEAR_(kivi_v)                                                                          \
         }                                                                                                    \
     }
 
 #define TKVI_NO_SIDE_                                                                                        \
-    { NULL, NULL, NULL, NULL, NULL }
+    { NULL, NULL, NULL, NULL, NULL, NULL }
 #define TKVI_A_                                                                                              \
-    { {tkvi_a_layout, tkvi_a_encode, tkvi_a_decode, tkvi_a_meta, NULL}, TKVI_NO_SIDE_ }
+    { {tkvi_a_layout, tkvi_a_encode, tkvi_a_decode, tkvi_a_meta, NULL, TKVI_CLEAR_(a)}, TKVI_NO_SIDE_ }
 #define TKVI_R_                                                                                              \
     {                                                                                                        \
-        TKVI_NO_SIDE_, { tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL }                \
+        TKVI_NO_SIDE_, {                                                                                     \
+            tkvi_r_layout, tkvi_r_encode, tkvi_decode_tiles, tkvi_r_meta, NULL, TKVI_CLEAR_(r)               \
+        }                                                                                                    \
     }
 
 /* Formats that a switch can leave out. Without functions a format keeps its name and stores nothing. */
@@ -44,20 +53,26 @@
     {                                                                                                        \
         TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_##t##_layout),                                                  \
             TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_encode),                                              \
-            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_decode), NULL, NULL                                   \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, tkvi_token_decode), NULL, NULL,                                  \
+            TKVI_IF(TKVI_HAS_TOKEN_FORMATS, TKVI_CLEAR_(token))                                              \
     }
 #define TKVI_TOKEN_(t)                                                                                       \
     { TKVI_TOKEN_SIDE_(t), TKVI_TOKEN_SIDE_(t) }
 #define TKVI_SQUAT_                                                                                          \
     {                                                                                                        \
-        {TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_layout), TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_encode),            \
-         TKVI_IF(TKVI_HAS_SQUAT, tkvi_decode_tiles), TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_meta), NULL},       \
+        {TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_layout),                                                        \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_squat_encode),                                                         \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_decode_tiles),                                                         \
+         TKVI_IF(TKVI_HAS_SQUAT, tkvi_kivi_k_meta),                                                          \
+         NULL,                                                                                               \
+         TKVI_IF(TKVI_HAS_SQUAT, TKVI_CLEAR_(kivi_k))},                                                      \
             TKVI_NO_SIDE_                                                                                    \
     }
 #define TKVI_SUBSPACE_SIDE_                                                                                  \
     {                                                                                                        \
         TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_layout), TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_encode),  \
-            TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_decode), NULL, NULL                                     \
+            TKVI_IF(TKVI_HAS_SUBSPACE, tkvi_subspace_decode), NULL, NULL,                                    \
+            TKVI_IF(TKVI_HAS_SUBSPACE, TKVI_CLEAR_(subspace))                                                \
     }
 #define TKVI_SUBSPACE_                                                                                       \
     { TKVI_SUBSPACE_SIDE_, TKVI_SUBSPACE_SIDE_ }
@@ -65,7 +80,8 @@
     {                                                                                                        \
         TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_layout),                                                      \
             TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_encode),                                        \
-            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_decode), NULL, NULL                             \
+            TKVI_IF(TKVI_HAS_KVQUANT, tkvi_kvquant_##which##_decode), NULL, NULL,                            \
+            TKVI_IF(TKVI_HAS_KVQUANT, TKVI_CLEAR_(kvquant))                                                  \
     }
 #define TKVI_KVQUANT_                                                                                        \
     { TKVI_KVQUANT_SIDE_(k), TKVI_KVQUANT_SIDE_(v) }
@@ -136,6 +152,7 @@ static const tkvi_format tkvi_formats[TKV_FORMAT_COUNT] = {
 #undef TKVI_R_
 #undef TKVI_NO_SIDE_
 #undef TKVI_EXACT_
+#undef TKVI_CLEAR_
 #undef TKVI_KIVI_
 #undef TKVI_TOKEN_SIDE_
 #undef TKVI_TOKEN_

@@ -34,6 +34,21 @@ static void tkvi_pack(const tkvi_side *s, const tkvi_simd_ops *ops, tkvi_codes c
         }
 }
 
+/* Clears the codes of dead slots in all tiles of a side. */
+static void tkvi_clear_tiles(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    uint8_t code[TKVI_TILE_CODES];
+    int width, i, t, k;
+    for (width = TKVI_MAX_WIDTH; width > 0; width--)
+        for (i = 0; i < s->tiles.n[width]; i++, bytes += TKVI_TILE_BYTES(width)) {
+            tkvi_unpack_tile(bytes, width, code);
+            for (k = 0; k < TKVI_TILE_CODES; k++) {
+                t = s->which == TKV_K ? k / 4 : i % 4 * 16 + k / 64 * 4 + k % 4;
+                if (dead_mask >> t & 1) code[k] = 0;
+            }
+            tkvi_pack_tile(bytes, width, code);
+        }
+}
+
 /* >>K */
 /* Decodes token t at a position, from its tile, scale and zero. */
 TKVI_FN float tkvi_k_value(const tkvi_side *s, int width, const uint8_t *tile, int position, int t,

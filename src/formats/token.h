@@ -132,6 +132,13 @@ static void tkvi_token_encode(const tkvi_side *s, const tkvi_simd_ops *ops, cons
     }
 }
 
+static void tkvi_token_clear(const tkvi_side *s, uint64_t dead_mask, uint8_t *bytes) {
+    const tkvi_token_at at = tkvi_token_places(s);
+    tkvi_clear_rows(bytes, at.row, dead_mask);
+    tkvi_clear_rows(bytes + at.scale, 2 * (size_t)s->groups, dead_mask);
+    if (at.parts) tkvi_clear_rows(bytes + at.part, (size_t)at.parts, dead_mask);
+}
+
 static void tkvi_token_decode(const tkvi_side *s, const tkvi_simd_ops *ops, const uint8_t *src, int first,
                               int n, float *x, size_t stride) {
     const tkvi_grid *grid = s->grid;

@@ -44,13 +44,14 @@ typedef struct tkvi_gather {
     int64_t tokens;
 } tkvi_gather;
 
-/* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. */
-static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int n,
-                               int *stride) {
+/* Decodes the keys of a head in a block into rows of `stride` floats, a multiple of 16. *n: slots, then rows. */
+static float *tkvi_gather_keys(const tkvi_gather *g, const tkvi_record *r, const uint8_t *bytes, int *n,
+                               uint64_t dead_mask, int *stride) {
     float *k = g->kv->work.recode;
     *stride = g->geometry->k_pad;
-    if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(n * *stride) * sizeof *k);
-    tkvi_finite_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, n, k, (size_t)*stride);
+    if (g->geometry->head_dim < *stride) memset(k, 0, (size_t)(*n * *stride) * sizeof *k);
+    tkvi_finite_values(&r->k, g->kv->kernels->simd_ops, bytes, 0, *n, k, (size_t)*stride);
+    *n = tkvi_drop_dead_rows(k, *stride, *n, dead_mask);
     return k;
 }
 
@@ -69,14 +70,17 @@ static void tkvi_gather_extremes(const float *rows, int n, int stride, float *lo
 }
 
 /* First pass: tokens, low, high and v_most. */
-static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+static void tkvi_gather_size(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                             uint64_t dead_mask) {
     tkvi_gather *g = (tkvi_gather *)ctx;
-    const int dv = g->geometry->v_head_dim;
+    const int dv = g->geometry->v_head_dim, n_slots = n;
     int t, c, stride;
-    float *k = tkvi_gather_keys(g, r, bytes, n, &stride), *v = k + stride * TKVI_BLOCK;
+    float *k = tkvi_gather_keys(g, r, bytes, &n, dead_mask, &stride), *v = k + stride * TKVI_BLOCK;
     (void)start;
-    if (!tkvi_is_view(&r->v))
-        tkvi_finite_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n, v, (size_t)dv);
+    if (!tkvi_is_view(&r->v)) {
+        tkvi_finite_values(&r->v, g->kv->kernels->simd_ops, bytes + r->v_at, 0, n_slots, v, (size_t)dv);
+        (void)tkvi_drop_dead_rows(v, dv, n_slots, dead_mask);
+    }
     if (!g->tokens) {
         memcpy(g->low, k, (size_t)stride * sizeof *k);
         memcpy(g->high, k, (size_t)stride * sizeof *k);
@@ -96,11 +100,12 @@ static float tkvi_power_of_two(int e) {
 
 /* Second pass. Scaled values are whole numbers below 2^21 in size. So sums over 64 tokens fit 32 bits, sums of squares
  * are below 2^48 and exact in doubles, and the square of a sum is below 2^54. */
-static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+static void tkvi_gather_sums(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                             uint64_t dead_mask) {
     tkvi_gather *g = (tkvi_gather *)ctx;
     const float by = tkvi_power_of_two(-g->down);
     int t, c, i, stride;
-    const float *k = tkvi_gather_keys(g, r, bytes, n, &stride);
+    const float *k = tkvi_gather_keys(g, r, bytes, &n, dead_mask, &stride);
     (void)start;
     for (c = 0; c < stride; c += 16) {
         int32_t sum[16] = {0};

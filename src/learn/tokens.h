@@ -21,7 +21,8 @@ typedef struct tkvi_token_walk {
     void *ctx;
 } tkvi_token_walk;
 
-static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n) {
+static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *bytes, int start, int n,
+                            uint64_t dead_mask) {
     const tkvi_token_walk *w = (const tkvi_token_walk *)ctx;
     const tkvi_simd_ops *help = w->from->kv->kernels->simd_ops;
     int t, dim = w->side == TKV_K ? r->k.dim : r->v.dim;
@@ -29,6 +30,7 @@ static void tkvi_walk_block(void *ctx, const tkvi_record *r, const uint8_t *byte
     if (w->side == TKV_K) tkvi_finite_values(&r->k, help, bytes, 0, n, x, (size_t)dim);
     else tkvi_finite_values(&r->v, help, bytes + r->v_at, 0, n, x, (size_t)dim);
     for (t = 0; t < n; t++) {
+        if (dead_mask >> t & 1) continue;
         tkvi_take_token(w->side == TKV_K ? w->from->rope : NULL, x + t * dim, dim, (int64_t)start + t, y);
         w->visit(w->ctx, y, NULL);
     }

@@ -355,8 +355,7 @@ static int tkvi_recode_saved(tkvi_loader *l, int layer, tkvi_saved_list *from, c
             r.to = &kv->tables.layout[to.layout];
             r.layer = layer;
             r.start = b->first_position;
-            r.live_mask =
-                tkvi_slots_before((int)tkvi_saved_tokens(from, g.i + k, &kv->pool.entry[ids[g.i + k]]));
+            tkvi_keep_slots(&r, tkvi_list_of(kv, l->seq, layer), ids, g.i + k);
             if (record != l->from.room) memcpy(l->from.room, record, to.saved->bytes.total);
             tkvi_recode_heads(&r, l->from.room, tkvi_block_bytes(&kv->pool, b));
             l->info.n_recoded++;

@@ -103,12 +103,12 @@ static void tkvi_place_all_entries(tkvi_saver *s) {
                 uint32_t other = ids[i];
                 s->place[other].holder.seq = seq;
                 s->place[other].holder.i = i;
-                if (s->place[other].has_first) continue;
-                do {
+                for (; !s->place[other].has_first; other = kv->pool.entry[other].next_holder) {
                     s->place[other].first = ids[i];
                     s->place[other].has_first = 1;
-                    other = kv->pool.entry[other].next_holder;
-                } while (other != ids[i]);
+                }
+                s->place[s->place[ids[i]].first].slots |=
+                    tkvi_used_mask(kv, tkvi_list_of(kv, seq, layer), ids, i);
             }
         }
 }
@@ -141,38 +141,45 @@ static tkvi_entry tkvi_view_entry(const tkvi_saver *s, int i, tkvi_token_meta *m
     return e;
 }
 
-/* Bits of the slots that tokens of this list have in the block of entry i, the first one with it. In a whole cache, of
- * the slots that tables are learned from. */
+/* Bits of the slots in which an entry has tokens, as it is saved. */
+static uint64_t tkvi_saved_tokens_of(const tkvi_saver *s, int i) {
+    tkvi_token_meta m;
+    const tkvi_entry e = tkvi_view_entry(s, i, &m);
+    const int end = i + 1 < s->list.n ? tkvi_block_start(s->kv, s->ids, i + 1) : s->list.len;
+    return tkvi_live_mask(&e, e.n_packed   ? e.n_packed
+                              : e.end_slot ? e.end_slot
+                                           : tkvi_min(TKVI_BLOCK, e.first_slot + end - e.start)) |
+           m.anchored_mask;
+}
+
+/* Bits of the slots of a block in which some token of the save is. i: the first entry with the block. */
 static uint64_t tkvi_saved_slots(const tkvi_saver *s, int i) {
     const tkvi_pool *pool = &s->kv->pool;
     const uint32_t number = pool->entry[s->ids[i]].block;
     uint64_t slots = 0;
-    if (s->is_cache) return tkvi_slots_before(tkvi_slots_in_use(s->kv, &s->list, s->ids, i));
-    for (; i < s->list.n; i++) {
-        const tkvi_entry *e = &pool->entry[s->ids[i]];
-        if (e->block != number) continue;
-        slots |= tkvi_slots_before(tkvi_min(TKVI_BLOCK, tkvi_block_tokens(s->kv, &s->list, s->ids, i))) &
-                 ~(uint64_t)0 << e->first_slot;
-        if (pool->block[number].refs == 1) break;
+    uint32_t n = 0;
+    if (s->is_cache) return s->place[s->place[s->ids[i]].first].slots;
+    for (; i < s->list.n && ~slots && n < pool->block[number].refs; i++) {
+        if (pool->entry[s->ids[i]].block != number) continue;
+        slots |= tkvi_saved_tokens_of(s, i);
+        n++;
     }
     return slots;
 }
 
-/* Puts zeros into the other slots of an exact block: what they hold is of other lists, or of none. */
+/* A record with zeros in the slots without a token of the save: those had tokens that were removed, or that are not
+ * saved. */
 static const uint8_t *tkvi_clear_other_slots(tkvi_saver *s, const tkvi_layout *c, const uint8_t *record,
                                              int i) {
     const uint64_t others = tkvi_slots_before(c->tokens) & ~tkvi_saved_slots(s, i);
-    int t, h;
-    if (!others || !tkvi_is_exact(c->record[0].k.format) || !tkvi_is_exact(c->record[0].v.format))
-        return record;
-    memcpy(s->room, record, tkvi_record_end(c));
-    for (t = 0; t < c->tokens; t++)
-        for (h = 0; h < c->n_kv_heads && others >> t & 1; h++) {
-            const tkvi_record *r = &c->record[h];
-            tkvi_put_token(&r->k, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at);
-            if (!tkvi_is_view(&r->v))
-                tkvi_put_token(&r->v, s->kv->kernels->simd_ops, tkvi_zeros, t, s->room + r->at + r->v_at);
-        }
+    int h;
+    if (!others) return record;
+    if (record != s->room) memcpy(s->room, record, tkvi_record_end(c));
+    for (h = 0; h < c->n_kv_heads; h++) {
+        const tkvi_record *r = &c->record[h];
+        tkvi_clear_slots(&r->k, others, s->room + r->at);
+        tkvi_clear_slots(&r->v, others, s->room + r->at + r->v_at);
+    }
     return s->room;
 }
 
@@ -528,17 +535,20 @@ static void tkvi_emit_meta(tkvi_saver *s, int i) {
     tkvi_token_meta m;
     const tkvi_entry e = tkvi_view_entry(s, i, &m);
     uint8_t at[TKVI_SAVED_META + TKVI_SAVED_SCORES] = {0};
+    const uint64_t slots = tkvi_saved_tokens_of(s, i);
     int t;
-    tkvi_store64(at, m.pinned_mask);
-    tkvi_store64(at + 8, m.temporary_mask);
+    tkvi_store64(at, m.pinned_mask & slots);
+    tkvi_store64(at + 8, m.temporary_mask & slots);
     tkvi_store64(at + 16, m.anchored_mask);
     tkvi_store32(at + 24, (uint32_t)m.temporary_until);
     tkvi_store32(at + 28, (uint32_t)m.score_step);
     tkvi_store32(at + 32, (uint32_t)m.moved_at);
-    for (t = 0; t < TKVI_ANCHOR_SLOTS && e.has_anchors; t++)
-        tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
-    for (t = 0; t < e.n_packed && !e.has_anchors; t++) tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
-    for (t = 0; t < TKVI_BLOCK; t++) tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
+    for (t = 0; t < TKVI_BLOCK; t++) {
+        if (!(slots >> t & 1)) continue;
+        if (e.has_anchors && t < TKVI_ANCHOR_SLOTS) tkvi_store32(at + 40 + 4 * t, (uint32_t)m.index.any[t]);
+        if (e.n_packed && !e.has_anchors) tkvi_store16(at + 40 + 2 * t, m.index.after_start[t]);
+        tkvi_store32(at + TKVI_SAVED_META + 4 * t, m.scores[t]);
+    }
     tkvi_emit(s, at,
               TKVI_SAVED_META +
                   (tkvi_saved_flags(s) & TKVI_SAVED_HAS_SCORES ? (size_t)TKVI_SAVED_SCORES : 0));
@@ -600,6 +610,7 @@ static void tkvi_emit_cache(tkvi_saver *s, int number) {
     io.mode = TKVI_SAVES_NUMBERS;
     io.emit = tkvi_emit_number;
     io.saver = s;
+    io.room = s->room;
     tkvi_visit_cache(&io);
 }
 

@@ -68,7 +68,7 @@ static tkv_status tkvi_check_saved_options(tkvi_loader *l, const tkvi_section *s
         const tkvi_row *row = &tkvi_option_rows[i];
         const int here = tkvi_member_int(&l->kv->tables.cfg.format, row->offset);
         const int saved = i < (int)count ? tkvi_saved_int(s->at + 4 + 4 * i) : row->standard;
-        if (here != saved && tkvi_is_option_of_bytes(row))
+        if (here != saved && (l->is_cache || tkvi_is_option_of_bytes(row)))
             return tkvi_fail(l->kv, TKV_ERR_CONFIG, row->name, here,
                              " in format options here, and another value where the sequence was saved");
     }
@@ -531,15 +531,24 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     return n;
 }
 
+static tkv_status tkvi_refuse_numbers(tkvi_loader *l, const tkvi_numbers *io) {
+    return !io->is_wrong && io->is_other
+               ? tkvi_refuse_saved_model(
+                     l, "the cache was saved with another config; create this one with the same", -1)
+               : tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+}
+
+/* Compares the config before the lists, which may not fit another one. */
+static tkv_status tkvi_check_saved_config(tkvi_loader *l) {
+    tkvi_numbers io = tkvi_saved_numbers(l, 0);
+    if (!io.is_wrong) tkvi_visit_config(&io);
+    return io.is_wrong || io.is_other ? tkvi_refuse_numbers(l, &io) : TKV_OK;
+}
+
 static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
     *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
     if (!io->is_wrong) tkvi_visit_cache(io);
-    if (!io->is_wrong && io->is_other)
-        return tkvi_refuse_saved_model(
-            l, "the cache was saved with another config; create this one with the same", -1);
-    if (io->is_wrong || io->at != io->end)
-        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
-    return TKV_OK;
+    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l, io) : TKV_OK;
 }
 
 /* >>the whole */
@@ -549,6 +558,7 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
     int layer;
     if (!st) st = tkvi_check_model(l);
     if (!st) st = tkvi_check_saved_tokens(l);
+    if (!st && l->is_cache) st = tkvi_check_saved_config(l);
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !st; layer++) {
         if (l->kv->tables.plan[layer].stored_layer != layer) continue;
         for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)

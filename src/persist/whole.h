@@ -30,6 +30,7 @@ typedef struct tkvi_numbers {
     tkvi_number_mode mode;
     void (*emit)(void *saver, const void *bytes, size_t n);
     void *saver;
+    uint8_t *room;           /* to save: of the largest block */
     const uint8_t *at, *end; /* bytes to read */
     int is_wrong;            /* 1: a number is out of its range, or missing */
     int is_other;            /* 1: a number that follows from the config differs here */
@@ -44,6 +45,7 @@ typedef struct tkvi_numbers {
 typedef struct tkvi_save_place {
     tkvi_saved_holder holder;
     uint32_t first, has_first; /* first: the first entry with its block */
+    uint64_t slots;            /* of a first entry: those in which some list has a token */
 } tkvi_save_place;
 
 #define TKVI_MOST_COUNT (((int64_t)1 << 62) - 1)
@@ -206,6 +208,29 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     }
 }
 
+/* What files of e1db1b6 and before do not have. It comes last, and they end before it. */
+static void tkvi_visit_rest_of_config(tkvi_numbers *io) {
+    const tkvi_tables *t = &io->kv->tables;
+    int layer, level, tier;
+    if (io->mode != TKVI_SAVES_NUMBERS && io->at == io->end) return;
+    tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes % 2));
+    tkvi_visit_same(io, t->cfg.budget.discard);
+    tkvi_visit_same(io, t->cfg.budget.adapt);
+    tkvi_visit_same(io, t->cfg.tiers.n_anchors);
+    tkvi_visit_same(io, tkvi_bits(t->cfg.meter.target));
+    for (level = 0; level < t->n_levels; level++) tkvi_visit_same(io, t->from_tokens[level]);
+    for (layer = 0; layer < t->cfg.model.n_layers; layer++) {
+        tkvi_visit_same(io, t->plan[layer].geometry.n_heads);
+        tkvi_visit_same(io, t->plan[layer].sees_sinks);
+        for (level = 0; level < t->n_levels; level++)
+            for (tier = 0; tier < TKV_TIER_COUNT; tier++) {
+                const tkvi_tier_spec *spec = &tkvi_tier_specs_of(t, layer)[level];
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.k);
+                tkvi_visit_same(io, (int64_t)t->layout[spec->layout[tier]].pair.v);
+            }
+    }
+}
+
 /* >>budget */
 static void tkvi_visit_budget(tkvi_numbers *io) {
     tkv_cache *kv = io->kv;
@@ -220,7 +245,8 @@ static void tkvi_visit_budget(tkvi_numbers *io) {
         for (l = 0; l < t->n_levels; l++) {
             int *hot = &tkvi_tier_specs_of(t, layer)[l].hot;
             const int is_forever = *hot == TKVI_FOREVER; /* no call changes it: tables depend on it */
-            tkvi_visit_int(io, hot, is_forever ? TKVI_FOREVER : 0, TKVI_FOREVER - !is_forever);
+            const int there = tkvi_visit_int(io, hot, 0, TKVI_FOREVER);
+            if (is_forever != (there == TKVI_FOREVER)) io->is_other = 1;
         }
     }
     if (io->mode == TKVI_STORES_NUMBERS) tkvi_take_level(t, level);
@@ -489,6 +515,26 @@ static void tkvi_visit_feedback(tkvi_numbers *io, tkv_feedback *f) {
     for (i = 0; i < TKV_FEEDBACK_HISTORY; i++) tkvi_visit_u32(io, &f->history[i], 1u << 24);
 }
 
+/* The meter's copy of the block that begins at `start`, with zeros in the slots where the block has no token now.
+ * Comparisons do not read a copy that no block, or a packed one, has. */
+static uint8_t *tkvi_cleared_copy(const tkvi_numbers *io, const tkvi_head_probe *g, int start,
+                                  const uint8_t *copy) {
+    const tkv_cache *kv = io->kv;
+    const tkvi_list *list = tkvi_list_of(kv, kv->meter->seq, g->layer);
+    const uint32_t *ids = tkvi_ids(kv, kv->meter->seq, g->layer);
+    const int i = tkvi_block_at(kv, list, ids, start);
+    const tkvi_record *r =
+        &kv->tables.layout[tkvi_layout_of(&kv->tables, g->layer, TKV_TIER_HOT)].record[g->head];
+    uint64_t others = ~(uint64_t)0;
+    if (i >= 0 && tkvi_block_start(kv, ids, i) == start && !kv->pool.entry[ids[i]].n_packed)
+        others = ~tkvi_used_mask(kv, list, ids, i);
+    memset(io->room, 0, kv->meter->record_bytes);
+    memcpy(io->room, copy, r->k.bytes + r->v.bytes);
+    tkvi_clear_slots(&r->k, others, io->room);
+    tkvi_clear_slots(&r->v, others, io->room + r->v_at);
+    return io->room;
+}
+
 static void tkvi_visit_meter(tkvi_numbers *io) {
     tkvi_meter *m = io->kv->meter;
     int i, a, n;
@@ -501,9 +547,10 @@ static void tkvi_visit_meter(tkvi_numbers *io) {
         tkvi_visit_int(io, &g->stride, 1, TKVI_FOREVER);
         tkvi_visit_error_sums(io, &g->sum);
         for (a = 0; a < n && !io->is_wrong; a++) {
+            uint8_t *copy = g->bytes + (size_t)g->slot[a] * m->record_bytes; /* in a new meter, of slot a */
             tkvi_visit_int(io, &g->start[a], 0, TKVI_FOREVER);
-            /* in a new meter, copy a has slot a */
-            tkvi_visit_bytes(io, g->bytes + (size_t)g->slot[a] * m->record_bytes, m->record_bytes);
+            if (io->mode == TKVI_SAVES_NUMBERS) copy = tkvi_cleared_copy(io, g, g->start[a], copy);
+            tkvi_visit_bytes(io, copy, m->record_bytes);
         }
     }
     if (m->feedback) tkvi_visit_feedback(io, m->feedback);
@@ -515,12 +562,14 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     tkvi_visit_config(io);
     if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
+    if (io->is_other) return;
     tkvi_visit_counts(io);
     tkvi_visit_reservations(io);
     tkvi_visit_arrays(io);
     for (seq = 0; seq < io->kv->tables.cfg.limits.max_seqs && !io->is_wrong; seq++) tkvi_visit_seq(io, seq);
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
+    if (!io->is_wrong) tkvi_visit_rest_of_config(io);
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */

@@ -46,6 +46,9 @@ typedef struct tkvi_recoding {
     const tkvi_layout *from, *to;
     int layer, start;   /* start: first position of the block */
     uint64_t live_mask; /* slots that are recoded; all other slots are left out */
+    uint64_t
+        dead_mask; /* of those, which begin at slot 0 then: without a token. They repeat a neighbour, so that no
+                         * scale or mean follows from them */
 } tkvi_recoding;
 
 /* A block that parts of an append have encoded before the append demotes it. */
@@ -78,6 +81,19 @@ static int tkvi_decode_tokens(const tkvi_side *side, const tkvi_simd_ops *simd_o
     return n_rows;
 }
 
+/* Gives dead slots the row of the live one before them, or of the first live one. */
+static void tkvi_fill_dead_rows(float *x, size_t stride, int n, uint64_t dead_mask) {
+    int t, live = 0;
+    if (!dead_mask) return;
+    while (live < n && dead_mask >> live & 1) live++;
+    for (t = 0; t < n; t++) {
+        float *row = x + (size_t)t * stride;
+        if (!(dead_mask >> t & 1)) live = t;
+        else if (live < n) memcpy(row, x + (size_t)live * stride, stride * sizeof *row);
+        else memset(row, 0, stride * sizeof *row);
+    }
+}
+
 /* Encodes n tokens as record r of one head, at dst. k: their rows of K, and behind the space of 64 those of V. start:
  * first position of the block. */
 static void tkvi_encode_record(const tkv_cache *kv, int layer, int head, const tkvi_record *r, int start,
@@ -101,6 +117,8 @@ static void tkvi_recode_head(const tkvi_recoding *r, int head, float *k, const u
     const int n_tokens = tkvi_decode_tokens(&from->k, simd_ops, src + from->at, r->live_mask, k, dk);
     (void)tkvi_decode_tokens(&from->v, simd_ops, src + from->at + from->v_at, r->live_mask,
                              k + g->k_pad * TKVI_BLOCK, dv);
+    tkvi_fill_dead_rows(k, dk, n_tokens, r->dead_mask);
+    if (!tkvi_is_view(&from->v)) tkvi_fill_dead_rows(k + g->k_pad * TKVI_BLOCK, dv, n_tokens, r->dead_mask);
     tkvi_encode_record(r->kv, r->layer, head, to, r->start, k, n_tokens, dst + to->at);
 }
 
@@ -129,7 +147,7 @@ static void tkvi_apply_recoding(tkv_cache *kv, uint32_t number, int layout, tkvi
         if (b->number != number || b->recoding.from != r->from || b->recoding.to != r->to) continue;
         /* Tokens are evicted, joined and expired after all rows have aged. A token that becomes an anchor keeps its
          * slot. So the block has the slots that the parts have encoded. */
-        TKVI_ASSERT(b->recoding.live_mask == r->live_mask);
+        TKVI_ASSERT(b->recoding.live_mask == r->live_mask && b->recoding.dead_mask == r->dead_mask);
         tkvi_recode_block(&kv->pool, number, layout, tkvi_copy_prepared, b);
         return;
     }
@@ -171,6 +189,13 @@ static int tkvi_is_recoded_to(const tkv_cache *kv, const tkvi_block *b, int layo
     return (!kv->tables.recode_pages && from->tokens == TKVI_BLOCK) || tkvi_is_smaller(kv, b->layout, layout);
 }
 
+/* Recodes all slots of block i, each in its place. */
+static void tkvi_keep_slots(tkvi_recoding *r, const tkvi_list *list, const uint32_t *ids, int i) {
+    const int n = tkvi_slots_in_use(r->kv, list, ids, i);
+    r->live_mask = tkvi_slots_before(n);
+    r->dead_mask = tkvi_dead_slots(r->kv, r->layer, list, ids, i, n);
+}
+
 /* Describes the recoding of block i of a list to `layout`. If tokens were evicted, the other tokens move to the first
  * slots, unless the format fixes slots, or other lists hold the block. *is_packed: 1 if they do. */
 static tkvi_recoding tkvi_describe_recoding(const tkv_cache *kv, int layer, const tkvi_list *list,
@@ -186,7 +211,8 @@ static tkvi_recoding tkvi_describe_recoding(const tkv_cache *kv, int layer, cons
     *is_packed = TKVI_HAS_EVICT && kv->pool.token_meta &&
                  (kv->pool.entry[ids[i]].evicted_mask & ~r.live_mask) && r.live_mask &&
                  !tkvi_has_fixed_slots(kv) && b->refs == 1;
-    if (!*is_packed) r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i));
+    r.dead_mask = 0;
+    if (!*is_packed) tkvi_keep_slots(&r, list, ids, i);
     return r;
 }
 

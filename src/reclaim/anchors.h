@@ -15,12 +15,6 @@
 #include "reclaim/scores.h"
 #include "reclaim/offload.h"
 
-/* Mask of the used slots of block i: live tokens and anchored tokens. */
-static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
-    return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
-           (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
-}
-
 /* Slot of a position in block i; -1: none. In a packed block only live and anchored tokens are found. In other
  * blocks an evicted token still has its slot. */
 static int tkvi_place_in(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i,

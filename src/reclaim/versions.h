@@ -24,7 +24,7 @@ static int tkvi_recode_version(tkv_cache *kv, int layer, int version) {
             if (tkvi_version_of(kv, b->layout) != version) continue;
             if (!tkvi_provide_slot(&kv->pool, kv->tables.layout[layout].size_class)) return 0;
             r = tkvi_describe_recoding(kv, layer, list, ids, i, layout, &is_packed);
-            r.live_mask = tkvi_slots_before(tkvi_slots_in_use(kv, list, ids, i)); /* slots stay */
+            tkvi_keep_slots(&r, list, ids, i);
             tkvi_recode_block(&kv->pool, kv->pool.entry[ids[i]].block, layout, tkvi_recode_heads, &r);
         }
     }

@@ -7,27 +7,6 @@
 
 #include "reclaim/anchors.h"
 
-/* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
- * have it at the same index as a rule, so these entries come first, and all blocks only if they leave slots open. */
-static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t number, int at) {
-    const tkvi_block *b = &kv->pool.block[number];
-    const uint64_t all = tkvi_slots_before(kv->tables.layout[b->layout].tokens);
-    uint64_t found = 0;
-    uint32_t n_found = 0;
-    int pass, seq, i;
-    for (pass = 0; pass < 2; pass++)
-        for (seq = 0, n_found = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) {
-            const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-            const uint32_t *ids = tkvi_ids(kv, seq, layer);
-            for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
-                if (kv->pool.entry[ids[i]].block != number) continue;
-                found |= tkvi_used_mask(kv, list, ids, i);
-                if ((found & all) == all || ++n_found == b->refs) return found;
-            }
-        }
-    return found;
-}
-
 /* Overwrites the slots of an exact block in RAM that have no token of any list. Block `number` is or was block i of a
  * list of the layer. */
 static TKVI_NOINLINE void tkvi_wipe_unused(tkv_cache *kv, int layer, uint32_t number, int i) {

@@ -259,6 +259,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     recoding.layer = layer;
     recoding.start = b->first_position;
     recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
+    recoding.dead_mask = 0; /* and their rows, so that the others get the bytes that they had */
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];

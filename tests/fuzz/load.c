@@ -9,7 +9,8 @@
  * sequences of its own, another plan, a budget, or an allocator that fails. Some files are read through a callback.
  *
  * After a load: the cache passes its self-check, attends and reads, saves the sequence again, and a load of that gives
- * the same attention. Then the sequence goes on: appends, and one call that changes it. After a refusal: no token is
+ * the same attention. Then the sequence goes on: appends, and calls that change it, also by tokens that come back from a
+ * fork, and it is saved and loaded once more. After a refusal: no token is
  * there, the other sequences attend as before, an error has a sentence, and bytes that the cache holds are those from
  * before, if nothing of the file was placed. At the end no byte is held.
  *
@@ -747,10 +748,10 @@ static void save_again(tkv_cache *kv, int may_fail, int is_attached) {
 
 /* One call that changes the sequence, with arguments from the input. */
 static void make_call(tkv_cache *kv) {
-    const int len = tkv_get_length(kv, 0, TKV_ALL_LAYERS), what = next_byte() % 9, a = next_below(300),
-              b = next_below(300);
+    const int len = tkv_get_length(kv, 0, TKV_ALL_LAYERS), byte = next_byte(), a = next_below(300),
+              b = next_below(300), what = byte < 180 ? byte % 9 : 9 + byte % 5;
     uint64_t victims[8];
-    int i, done = 0;
+    int i, done = 0, places[2], indices[4];
     for (i = 0; i < 8; i++) victims[i] = (uint64_t)next_byte() * 0x0101010101010101u;
     if (what == 0) (void)tkv_seq_truncate(kv, 0, a);
     if (what == 1) (void)tkv_seq_remove(kv, 0, a, a + b);
@@ -761,6 +762,18 @@ static void make_call(tkv_cache *kv) {
     if (what == 6) (void)tkv_seq_pin(kv, 0, a, b, b);
     if (what == 7) (void)tkv_promote(kv, 0, next_byte() % LAYERS, a);
     if (what == 8) (void)tkv_seq_slide(kv, 0, a, &done);
+    for (i = 0; i < 4; i++) indices[i] = len - 4 + i - (int)(victims[i] % 3);
+    if (what == 9) (void)tkv_seq_keep(kv, 0, a, indices + b % 4, 4 - b % 4);
+    places[0] = a % 2;
+    places[1] = b % 2;
+    if (what == 10) (void)tkv_seq_reorder(kv, SEQS - 2, places, 2);
+    if (what == 11) (void)tkv_seq_copy(kv, SEQS - 1, a, a + b, 0, a + len);
+    if (what >= 12) { /* tokens come back from a fork, so that the list can hold a block twice */
+        (void)tkv_seq_reset(kv, SEQS - 1);
+        (void)tkv_seq_fork(kv, 0, SEQS - 1, what == 12 ? TKV_UNLIMITED : 1 + a);
+        if (what == 13) (void)tkv_seq_remove(kv, 0, a / 2, a / 2 + b);
+        (void)tkv_seq_copy(kv, SEQS - 1, what == 12 ? 0 : b, TKV_UNLIMITED, 0, what == 12 ? 0 : len + b);
+    }
     check_cache(kv);
 }
 
@@ -805,6 +818,8 @@ static void go_on(tkv_cache *kv, const tkv_load_info *info, int may_fail) {
     save_again(kv, may_fail, info->n_attached > 0);
     append_step(kv);
     for (n = 1 + next_byte() % 3; n > 0; n--) make_call(kv);
+    CHECK_EQ(tkv_seq_reset(kv, SEQS - 2) | tkv_seq_reset(kv, SEQS - 1), TKV_OK);
+    if (tkv_get_length(kv, 0, 0) && tkv_get_length(kv, 0, 1)) save_again(kv, may_fail, info->n_attached > 0);
     append_step(kv);
     (void)ask(kv, 0);
     read_all(kv);

@@ -7,8 +7,9 @@
  * that of another config. The store may claim any number of pages. The allocator may fail.
  *
  * After an adoption: the length is that of the pages adopted, the cache passes its self-check, other sequences attend
- * as before, and the spare sequence is empty. The sequence goes on: attention, appends, a save that is loaded again, and a
- * publication whose pages another cache adopts. After the end no byte is held.
+ * as before, and the spare sequence is empty. The sequence goes on: attention, appends, a save that is loaded again, a
+ * publication whose pages another cache adopts, and calls that move, share and cut tokens, after which it is saved and
+ * loaded once more. After the end no byte is held.
  *
  * Coverage-guided, with clang: make fuzz TARGET=prefixes
  * As a plain program, with any compiler, for random inputs or for files of inputs:
@@ -246,6 +247,39 @@ static void publish_again(tkv_cache *kv, int number, int n_pages, int n, uint64_
     tkv_destroy(twin);
 }
 
+/* The same, where a query may see no token. */
+static uint64_t try_attend(tkv_cache *kv, int seq) {
+    float q[2 * K_ROW], out[2 * K_ROW];
+    uint64_t h = HASH_START;
+    int layer, i;
+    for (layer = 0; layer < LAYERS; layer++) {
+        for (i = 0; i < COUNT(q); i++) q[i] = (float)((i * 37 + layer * 11) % 17 - 8) / 8.0f;
+        memset(out, 0, sizeof out);
+        if (!tkv_attend(kv, seq, layer, q, 1, out)) h = hash_of_words(h, out, sizeof out);
+    }
+    return h;
+}
+
+/* A call that moves, shares or cuts tokens of what was adopted. Sequence 1 is its partner. */
+static void make_call(tkv_cache *kv) {
+    const int what = next_byte() % 8, a = next_below(600), b = next_below(300),
+              len = tkv_get_length(kv, 0, TKV_ALL_LAYERS);
+    int indices[4], sources[2], i;
+    for (i = 0; i < 4; i++) indices[i] = len - 8 + 2 * i + (a >> i & 1);
+    sources[0] = a % 2;
+    sources[1] = b % 2;
+    if (what == 0) (void)tkv_seq_remove(kv, 0, a, a + b);
+    if (what == 1 || what == 2) (void)tkv_seq_reset(kv, 1);
+    if (what == 1 || what == 2) (void)tkv_seq_fork(kv, 0, 1, b % 3 ? 1 + a : TKV_UNLIMITED);
+    if (what == 2) (void)tkv_seq_copy(kv, 1, b % 3 ? b : 0, TKV_UNLIMITED, 0, 0);
+    if (what == 3) (void)tkv_seq_copy(kv, 1, a, a + b, 0, a);
+    if (what == 4) (void)tkv_seq_keep(kv, 0, len > 8 ? len - 8 - b % 8 : 0, indices, 4);
+    if (what == 5) (void)tkv_seq_reorder(kv, 0, sources, 2);
+    if (what == 6) (void)tkv_seq_slide(kv, 0, 1 + b % 64, &i);
+    if (what == 7) (void)tkv_seq_shift(kv, 0, a, TKV_UNLIMITED, 1 + b % 9);
+    check_cache(kv);
+}
+
 static void go_on(tkv_cache *kv, int number, const tkv_prefix_info *info, int may_fail) {
     static uint8_t saved[1 << 18];
     tkv_save_params save = save_params(0);
@@ -270,6 +304,16 @@ static void go_on(tkv_cache *kv, int number, const tkv_prefix_info *info, int ma
     check_cache(kv);
     if (n_new % 4 == 0) (void)attend(kv, 0);
     CHECK_EQ(tkv_seq_truncate(kv, 0, 1 + next_below(800) % info->n_tokens), TKV_OK);
+    check_cache(kv);
+    for (n_new = next_byte() % 6; n_new > 0; n_new--) make_call(kv);
+    if (!tkv_get_length(kv, 0, 0) || !tkv_get_length(kv, 0, 1)) return;
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    st = tkv_seq_save(kv, &save, saved, sizeof saved, &n);
+    CHECK(st == TKV_OK || n > sizeof saved);
+    if (!st) st = tkv_seq_load(kv, &load, saved, n, NULL);
+    CHECK_MSG(st == TKV_OK || n > sizeof saved || (may_fail && st == TKV_ERR_BUDGET),
+              "what was changed and saved is refused: %s", tkv_get_last_error(kv));
+    if (!st && !may_fail) CHECK(try_attend(kv, 1) == try_attend(kv, 0));
     check_cache(kv);
 }
 
