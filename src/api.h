@@ -1330,7 +1330,8 @@ typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all
 } tkv_seq_memory_info;
 /* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
  * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
- * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence), and the same again for
+ * each block that other sequences hold too. */
 TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
