@@ -1260,9 +1260,10 @@
  * 13. ERRORS, THREADS, SIMD
  *
  *   Errors. Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *   comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating call.
- *   Where there is no cache yet, tkv_create_ex writes the sentence to a buffer of yours. The library never aborts and
- *   prints nothing. tkv_check tests all invariants of a cache, for tests and for suspicion.
+ *   comment of the function names an exception. tkv_get_last_error gives the sentence of the last call that failed.
+ *   While several threads attend, tkv_validate_attend gives each its own. Where there is no cache yet, tkv_create_ex
+ *   writes the sentence to a buffer of yours. The library never aborts and prints nothing. tkv_check tests all
+ *   invariants of a cache, for tests and for suspicion.
  *
  *   Threads. A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
  *   and everything that takes a const tkv_cache. Different caches are independent. The library has no global
@@ -1919,13 +1920,13 @@ extern "C" {
     X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
     X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
-    X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
+    X(TKV_ERR_STATE, -6, "not in this state: a step is open or missing, or the cache lacks what it needs")   \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
-      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
+      "the budget is full: tkv_get_last_error says what the call needs, and what fills it")                  \
     X(TKV_ERR_IO, -13, "cfg.offload failed: blocks outside RAM could not be read or written")                \
     X(TKV_ERR_NO_SOURCE, -14,                                                                                \
       "nothing better is kept of these tokens, or they must be recomputed first: see tkv_seq_recompute")     \
@@ -2697,8 +2698,8 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
-/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Calls that only read leave no sentence
- * in the cache, since several threads may make them.
+/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Several threads may call it, and
+ * each gets its own sentence.
  *   reason   [size] or NULL: the sentence, cut to size; "" if the call is valid. With TKV_NO_REPORTS the text of the
  *            status
  * Errors: as tkv_attend_ex, those that only reading a block would find excepted. Cost: as a call without rows. */
@@ -3250,8 +3251,9 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out);
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
 
 TKV_API const char *tkv_get_status_text(tkv_status s); /* a sentence about a status */
-/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
- * set no sentence. */
+/* Returns the sentence of the last call that failed, or "" if a call that changes the cache has succeeded since. Calls
+ * that take a const tkv_cache leave it as it is, as do tkv_report_pressure and a success of tkv_attend or tkv_read. It
+ * is overwritten by the next failure: while several threads attend, ask tkv_validate_attend. */
 TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
 
 /* ======== 2. CONTROL ======== >>control
@@ -27859,6 +27861,7 @@ typedef struct tkvi_call_state {
     int store_failed;    /* 1: the store failed in this call; an error then names the store as the cause */
     size_t scratch_used; /* bytes of the caller's scratch that are in use outside of the save or load */
     int lacks_scratch;   /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
+    int error_lock;      /* of `error`, for calls that only read: several threads may make them */
     char error[160];
 } tkvi_call_state;
 
@@ -28205,9 +28208,45 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* The same for a call that only reads the cache: others may fail at the same time. kv may be NULL. */
+static tkv_status tkvi_fail_reader(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
+                                   const char *more) {
+    if (!kv) return st;
+    tkvi_lock(&kv->call.error_lock);
+    if (TKVI_HAS_REPORTS) (void)tkvi_fail(kv, st, what, number, more);
+    else kv->call.error[0] = 0;
+    tkvi_unlock(&kv->call.error_lock);
+    return st;
+}
+
+/* Writes the sentence of an error that a call finds when it fetches blocks. */
+static tkv_status tkvi_fail_fetching(tkv_cache *kv, tkv_status st, int layer) {
+    return tkvi_fail_reader(kv, st,
+                            st == TKV_ERR_IO     ? "cfg.offload.read gave no block of layer"
+                            : st == TKV_ERR_DATA ? "an offloaded block is damaged in layer"
+                                                 : "cfg.recompute gave no K and V of layer",
+                            layer, "");
+}
+
+/* >>parts of a call: they may fail at the same time */
+static tkv_status tkvi_refuse_part(tkv_cache *kv, int part) {
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "workspace is missing, or part is not 0 to n_parts - 1: part is",
+                            part, "");
+}
+
+static tkv_status tkvi_refuse_workspace(tkv_cache *kv, size_t needed) {
+    return tkvi_fail_reader(kv, TKV_ERR_CAPACITY,
+                            "workspace is too small; bytes needed:", tkvi_int_of_size(needed), "");
+}
+
 /* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
 static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
+}
+
+/* Refuses a call that lacks what a pointer should give. kv may be NULL. */
+static tkv_status tkvi_refuse_missing(tkv_cache *kv, const char *sentence) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, sentence, 0, NULL) : TKV_ERR_ARG;
 }
 
 /* >>events */
@@ -29134,6 +29173,13 @@ static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
 
 static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+}
+
+/* Refuses a call that reads a layer, and that several threads may make. kv may be NULL. */
+static tkv_status tkvi_refuse_reading(tkv_cache *kv, int seq, int layer) {
+    if (kv && !tkvi_has_seq(kv, seq))
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "there is no layer", layer, " with a cache");
 }
 
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
@@ -34799,7 +34845,7 @@ static tkv_status tkvi_check_call_entry(tkvi_call *c, int item, int before) {
     int len, first, end;
     if (seq < 0 || seq >= kv->tables.cfg.limits.max_seqs)
         return tkvi_refuse_call(c, TKV_ERR_ARG, "there is no sequence", seq, "");
-    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "");
+    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "; it must not be negative");
     list = tkvi_list_of(kv, seq, layer);
     len = list->len;
     first = tkvi_first_query(c, item);
@@ -36709,7 +36755,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     tkv_task task;
     int failed = 0, n;
     tkv_status st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
-    if (st) return st;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     c.failed = &failed;
     tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
@@ -36720,7 +36766,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_flag(&kv->work.split_sums_taken);
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 /* >>parts: the same call, run by threads of the caller */
@@ -36753,10 +36799,10 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     tkv_task task;
     int64_t n;
     tkv_status st;
-    if (!tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!tkvi_is_part(part, n_parts, workspace)) return tkvi_refuse_part(kv, part);
     st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
-    if (st) return st;
-    if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
+    if (bytes < tkvi_parts_bytes_of(&w)) return tkvi_refuse_workspace(kv, tkvi_parts_bytes_of(&w));
     head = tkvi_parts_head(workspace);
     c.failed = &head->failed;
     if (w.few) w.parts = (float *)(void *)tkvi_parts_data(head);
@@ -36767,7 +36813,7 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     tkvi_clear_scores(&c);
     st = tkvi_end_work(&w, 0);
     tkvi_parts_end(workspace);
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
@@ -37189,7 +37235,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     tkvi_call c;
     int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
-    if (st) return st;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     tkvi_clear_scores(&c);
     for (item = 0; item < c.n_rows; item++) {
         for (query = 0; query < c.rows[item].n; query++)
@@ -37198,7 +37244,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 #endif /* TKVI_ATTENTION_REFERENCE_H */
@@ -37611,14 +37657,29 @@ static tkvi_ranking tkvi_ranking_of(tkv_cache *kv, int seq, int layer) {
     return r;
 }
 
-/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
-static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0) return TKV_ERR_ARG;
-    /* recency depends on age alone and needs no scores */
-    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
-        return TKV_ERR_CONFIG;
-    *r = tkvi_ranking_of(kv, seq, layer);
+/* Begins a call. needs_scores 0: a strategy without attention scores will do, which is recency: it depends on age
+ * alone. */
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer, int needs_scores) {
+    const int stored = tkvi_stored_layer(kv, seq, layer);
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (!kv->token_scores.mode &&
+        (needs_scores || kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY))
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
+    *r = tkvi_ranking_of(kv, seq, stored);
+    return TKV_OK;
+}
+
+/* Checks that n numbers are given or wanted, those of the tokens from `start` on. */
+static tkv_status tkvi_check_numbers(const tkvi_ranking *r, int start, int n, const float *numbers) {
+    if (n < 0 || (n > 0 && !numbers))
+        return tkvi_fail(r->kv, TKV_ERR_ARG, "the array must have n numbers, and n is", n, "");
+    if (start < 0 || start > r->list->len || n > r->list->len - start)
+        return tkvi_fail(r->kv, TKV_ERR_RANGE, "the layer has", r->list->len,
+                         " tokens; start + n goes beyond");
     return TKV_OK;
 }
 
@@ -37644,10 +37705,9 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     tkv_status st;
     int i, t;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 0);
+    if (!st) st = tkvi_check_numbers(&r, start, n, out);
     if (st) return st;
-    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
-    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
     for (i = 0; i < n; i++) out[i] = 0.0f;
     for (i = 0; i < n && missing; i++) {
         if (i % 64 == 0) missing[i / 64] = 0;
@@ -37675,20 +37735,9 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     float low;
     int i, t;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st == TKV_ERR_ARG)
-        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->token_scores.mode)
-        return tkvi_fail(
-            kv, TKV_ERR_CONFIG,
-            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
-            "policy that counts attention",
-            0, NULL);
-    if (n < 0 || (n > 0 && !scores))
-        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
-    if (start < 0 || start > r.list->len || n > r.list->len - start)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    st = tkvi_ranking_init(&r, kv, seq, layer, 1);
+    if (!st) st = tkvi_check_numbers(&r, start, n, scores);
+    if (st) return st;
     for (i = 0; i < n; i++)
         if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
@@ -37722,9 +37771,10 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     tkv_status st;
     int i, t, low, high, found = 0;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 0);
     if (st) return st;
-    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    if (k < 0 || (k > 0 && !out) || !count)
+        return tkvi_fail(kv, TKV_ERR_ARG, "out or count is missing, or k is negative: k is", k, "");
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
     low = protect ? evict.sink_tokens : 0;
     high = protect ? r.list->len - evict.recent_tokens : r.list->len;
@@ -37879,9 +37929,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 1);
+    if (st) return st;
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
@@ -38943,12 +38992,19 @@ static tkv_status tkvi_check_readable(tkv_cache *kv, int seq, int layer, int sta
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
-    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (start > list->len || n > list->len - start)
+        return tkvi_fail_reader(kv, TKV_ERR_RANGE, "the layer has", list->len,
+                                " tokens; what is read goes beyond");
+    if (tkvi_n_live_between(kv, list, ids, start, n) < n)
+        return tkvi_fail_reader(kv, TKV_ERR_RANGE,
+                                "a token has expired or was removed, among those read from index", start,
+                                " on");
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in blocks of their own */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block])))
+            return tkvi_fail_reader(kv, TKV_ERR_NO_SOURCE, "a token is discarded: index", i,
+                                    ": tkv_seq_recompute brings it back");
     }
     return TKV_OK;
 }
@@ -38966,7 +39022,7 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
         const tkvi_layout *layout;
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
-        if (i < 0) return TKV_ERR_RANGE;
+        TKVI_ASSERT(i >= 0); /* tkvi_check_readable found it */
         turned = TKVI_HAS_MOVES ? kv->pool.entry[ids[i]].turned : 0;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
@@ -38985,7 +39041,7 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
-            if (st) return st;
+            if (st) return tkvi_fail_fetching(kv, st, layer);
         }
     }
     return TKV_OK;
@@ -38993,9 +39049,13 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
 
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     tkvi_fetch_buffer buffer;
+    const int stored = tkvi_stored_layer(kv, seq, layer);
     tkv_status st;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (start < 0 || n < 0)
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "start and n must not be negative; the lesser one is",
+                                tkvi_min(start, n), "");
+    layer = stored;
     st = tkvi_check_readable(kv, seq, layer, start, n);
     tkvi_empty_buffer(&buffer, seq, layer);
     return st ? st : tkvi_read_run(kv, seq, layer, start, n, k, v, &buffer);
@@ -39013,12 +39073,17 @@ TKV_API tkv_status tkv_read_tokens(tkv_cache *kv, int seq, int layer, const int 
     tkvi_fetch_buffer buffer;
     tkv_status st = TKV_OK;
     size_t k_row, v_row;
+    const int stored = tkvi_stored_layer(kv, seq, layer);
     int i, run;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || n < 0 || (n > 0 && !indices)) return TKV_ERR_ARG;
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (n < 0 || (n > 0 && !indices))
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "indices must have n numbers, and n is", n, "");
+    layer = stored;
     for (i = 0; i < n && !st; i += run) {
         run = tkvi_run_length(indices + i, n - i);
-        st = indices[i] < 0 ? TKV_ERR_ARG : tkvi_check_readable(kv, seq, layer, indices[i], run);
+        st = indices[i] < 0
+                 ? tkvi_fail_reader(kv, TKV_ERR_ARG, "indices has", indices[i], ", which is negative")
+                 : tkvi_check_readable(kv, seq, layer, indices[i], run);
     }
     k_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->head_dim;
     v_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->v_head_dim;
@@ -39152,11 +39217,11 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
     tkvi_append_work w;
     tkvi_parts *head;
     tkv_status st;
-    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return tkvi_refuse_part(kv, part);
     if (!TKVI_HAS_APPEND_PARTS) /* one part writes the sentence */
         return part ? TKV_ERR_UNSUPPORTED : tkvi_refuse_left_out(kv, "TKV_NO_APPEND_PARTS leaves this out");
     (void)tkvi_plan_append(kv, p, &w); /* tkv_append_ex tells the error */
-    if (bytes < w.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < w.bytes) return tkvi_refuse_workspace(kv, w.bytes);
     head = tkvi_parts_head(workspace);
     tkvi_place_prepared(&w, tkvi_parts_data(head));
     tkvi_encode_prepared(kv, &w, head);
@@ -39183,7 +39248,8 @@ static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.policy)
-        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_STATE,
+                         "the cache has no eviction policy; set cfg.evict.policy before tkv_create", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;
@@ -47004,8 +47070,10 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
                                 size_t *needed) {
     tkvi_saver s;
     tkv_status st;
-    if (!kv || !p || (!buf && !needed)) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || (!buf && !needed))
+        return tkvi_refuse_missing(kv, "the parameters, or buf and needed, are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -47019,8 +47087,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
                                    void *user) {
     tkvi_saver s;
     tkv_status st;
-    if (!kv || !p || !write) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -48686,9 +48755,9 @@ static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!bytes) return tkvi_fail(kv, TKV_ERR_ARG, "bytes are missing", 0, NULL);
+    if (!p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
+    if (!kv) return TKV_ERR_ARG;
     memset(&l, 0, sizeof l);
     l.from.bytes = (const uint8_t *)bytes;
     return tkvi_load(&l, kv, p, size, out);
@@ -48697,8 +48766,9 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
 TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
                                      tkv_read_bytes read, void *user, tkv_load_info *out) {
     tkvi_loader l;
-    if (!kv || !p || !read) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
+    if (!kv) return TKV_ERR_ARG;
     memset(&l, 0, sizeof l);
     l.from.read = read;
     l.from.user = user;
@@ -49329,8 +49399,9 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
                                        tkv_prefix_hash *out) {
     tkvi_prefix x;
     tkv_status st;
-    if (!kv || !p || !out) return TKV_ERR_ARG;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
+    if (!p || !out) return tkvi_refuse_missing(kv, "the parameters or out are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_prefix_params(kv, p);
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
@@ -49346,8 +49417,9 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     tkvi_prefix x;
     tkv_status st;
     if (out) memset(out, 0, sizeof *out);
-    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
+    if (!p) return tkvi_refuse_missing(kv, "the parameters are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_prefix_params(kv, p);
     if (!st && store && (is_adopted ? !store->get : !store->put))
         st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);

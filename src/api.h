@@ -68,13 +68,13 @@ extern "C" {
     X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
     X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
-    X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
+    X(TKV_ERR_STATE, -6, "not in this state: a step is open or missing, or the cache lacks what it needs")   \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
-      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
+      "the budget is full: tkv_get_last_error says what the call needs, and what fills it")                  \
     X(TKV_ERR_IO, -13, "cfg.offload failed: blocks outside RAM could not be read or written")                \
     X(TKV_ERR_NO_SOURCE, -14,                                                                                \
       "nothing better is kept of these tokens, or they must be recomputed first: see tkv_seq_recompute")     \
@@ -846,8 +846,8 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
-/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Calls that only read leave no sentence
- * in the cache, since several threads may make them.
+/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Several threads may call it, and
+ * each gets its own sentence.
  *   reason   [size] or NULL: the sentence, cut to size; "" if the call is valid. With TKV_NO_REPORTS the text of the
  *            status
  * Errors: as tkv_attend_ex, those that only reading a block would find excepted. Cost: as a call without rows. */
@@ -1399,8 +1399,9 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out);
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
 
 TKV_API const char *tkv_get_status_text(tkv_status s); /* a sentence about a status */
-/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
- * set no sentence. */
+/* Returns the sentence of the last call that failed, or "" if a call that changes the cache has succeeded since. Calls
+ * that take a const tkv_cache leave it as it is, as do tkv_report_pressure and a success of tkv_attend or tkv_read. It
+ * is overwritten by the next failure: while several threads attend, ask tkv_validate_attend. */
 TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
 
 /* ======== 2. CONTROL ======== >>control

@@ -1258,9 +1258,10 @@
  * 13. ERRORS, THREADS, SIMD
  *
  *   Errors. Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *   comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating call.
- *   Where there is no cache yet, tkv_create_ex writes the sentence to a buffer of yours. The library never aborts and
- *   prints nothing. tkv_check tests all invariants of a cache, for tests and for suspicion.
+ *   comment of the function names an exception. tkv_get_last_error gives the sentence of the last call that failed.
+ *   While several threads attend, tkv_validate_attend gives each its own. Where there is no cache yet, tkv_create_ex
+ *   writes the sentence to a buffer of yours. The library never aborts and prints nothing. tkv_check tests all
+ *   invariants of a cache, for tests and for suspicion.
  *
  *   Threads. A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
  *   and everything that takes a const tkv_cache. Different caches are independent. The library has no global

@@ -233,6 +233,7 @@ typedef struct tkvi_call_state {
     int store_failed;    /* 1: the store failed in this call; an error then names the store as the cause */
     size_t scratch_used; /* bytes of the caller's scratch that are in use outside of the save or load */
     int lacks_scratch;   /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
+    int error_lock;      /* of `error`, for calls that only read: several threads may make them */
     char error[160];
 } tkvi_call_state;
 
@@ -579,9 +580,45 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* The same for a call that only reads the cache: others may fail at the same time. kv may be NULL. */
+static tkv_status tkvi_fail_reader(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
+                                   const char *more) {
+    if (!kv) return st;
+    tkvi_lock(&kv->call.error_lock);
+    if (TKVI_HAS_REPORTS) (void)tkvi_fail(kv, st, what, number, more);
+    else kv->call.error[0] = 0;
+    tkvi_unlock(&kv->call.error_lock);
+    return st;
+}
+
+/* Writes the sentence of an error that a call finds when it fetches blocks. */
+static tkv_status tkvi_fail_fetching(tkv_cache *kv, tkv_status st, int layer) {
+    return tkvi_fail_reader(kv, st,
+                            st == TKV_ERR_IO     ? "cfg.offload.read gave no block of layer"
+                            : st == TKV_ERR_DATA ? "an offloaded block is damaged in layer"
+                                                 : "cfg.recompute gave no K and V of layer",
+                            layer, "");
+}
+
+/* >>parts of a call: they may fail at the same time */
+static tkv_status tkvi_refuse_part(tkv_cache *kv, int part) {
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "workspace is missing, or part is not 0 to n_parts - 1: part is",
+                            part, "");
+}
+
+static tkv_status tkvi_refuse_workspace(tkv_cache *kv, size_t needed) {
+    return tkvi_fail_reader(kv, TKV_ERR_CAPACITY,
+                            "workspace is too small; bytes needed:", tkvi_int_of_size(needed), "");
+}
+
 /* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
 static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
+}
+
+/* Refuses a call that lacks what a pointer should give. kv may be NULL. */
+static tkv_status tkvi_refuse_missing(tkv_cache *kv, const char *sentence) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, sentence, 0, NULL) : TKV_ERR_ARG;
 }
 
 /* >>events */
