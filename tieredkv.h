@@ -2477,6 +2477,7 @@ TKV_API tkv_config tkv_default_config(void);
  * TKV_NO_METER leaves them out.
  * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
  * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
+ * tkv_get_name with TKV_NAME_PRESET lists all names. A config as text names them in the sentence of the error.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -2729,7 +2730,9 @@ TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, in
                                    void *workspace, size_t bytes);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
- * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
+ * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache. Keys of tokens that have moved
+ * (tkv_seq_shift, tkv_seq_copy, tkv_seq_slide and others) come rotated to their present position, as if they had been
+ * appended there. To append such a row elsewhere, rotate it by the difference (tkv_rotate_rope).
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
  *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it; or cfg.recompute failed
@@ -2868,7 +2871,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a token would get a negative position, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens, or keep_tokens, is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for an entry, where a layer has fewer sinks than others
@@ -24743,6 +24746,34 @@ static tkv_status tkvi_validate_window(const tkv_layer_config *c, int has_sinks,
     return TKV_OK;
 }
 
+/* Appends the names of the formats of this build that store a side. */
+static void tkvi_append_formats(tkvi_text *t, tkv_side side) {
+    int f;
+    for (f = 1; f < TKV_FORMAT_COUNT; f++) {
+        if (tkvi_format_left_out((tkv_format)f) || !tkvi_format_stores(&tkvi_formats[f], side)) continue;
+        tkvi_append_text(t, " ");
+        tkvi_append_text(t, tkvi_format_name((tkv_format)f));
+    }
+}
+
+/* The same as tkvi_bad_in for a format: with its name and those that are allowed. */
+static tkv_status tkvi_bad_format(char *reason, size_t size, const char *owner, const char *field,
+                                  tkv_format f, int is_hot, tkv_side side) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, owner);
+    tkvi_append_text(&t, field);
+    tkvi_append_text(&t, " is ");
+    tkvi_append_int(&t, (int)f);
+    if (tkvi_format_known(f)) {
+        tkvi_append_text(&t, ", which is ");
+        tkvi_append_text(&t, tkvi_format_name(f));
+        if (!is_hot) tkvi_append_text(&t, side == TKV_V ? " and stores K only" : " and stores V only");
+    }
+    tkvi_append_text(&t, is_hot ? "; the hot tier takes f32, f16 and bf16" : "; it must be one of:");
+    if (TKVI_HAS_REPORTS && !is_hot) tkvi_append_formats(&t, side);
+    return TKV_ERR_CONFIG;
+}
+
 /* Checks tiers: those of the config, of one layer, or of one level of the ladder. `owner` as in tkvi_bad_in. */
 static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *owner, char *reason,
                                       size_t size) {
@@ -24757,18 +24788,16 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *own
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   "it must be a tkv_format");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, i == TKV_TIER_HOT,
+                                       (tkv_side)side);
             if (tkvi_format_left_out(f)) {
                 (void)tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f, tkvi_format_left_out(f));
                 return TKV_ERR_UNSUPPORTED;
             }
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   side ? "this format stores K only" : "this format stores V only");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, 0, (tkv_side)side);
             if (i == TKV_TIER_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, 1, (tkv_side)side);
         }
     if (c->sink_tokens < TKV_OFF || c->sink_tokens > TKVI_BLOCK)
         return tkvi_bad_in(reason, size, owner, "sink_tokens", c->sink_tokens,
@@ -40836,6 +40865,19 @@ static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone
     return st;
 }
 
+/* Names the field that has the limit. */
+static tkv_status tkvi_refuse_slide(tkv_cache *kv, int most) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                     most == cfg->limits.max_tokens
+                         ? "nothing would stay behind the sinks: raise limits.max_tokens; it is"
+                     : most == cfg->evict.keep_tokens
+                         ? "nothing would stay behind the sinks: raise evict.keep_tokens; it is"
+                         : "nothing would stay behind the sinks: raise the larger of "
+                           "evict.keep_first and keep_last; it is",
+                     most, "");
+}
+
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) {
     const tkv_config *cfg;
     tkvi_demand splits = tkvi_no_demand();
@@ -40862,9 +40904,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
-    if (slide.gone.to >= len)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
-                         cfg->limits.max_tokens, "");
+    if (slide.gone.to >= len) return tkvi_refuse_slide(kv, tkvi_most_held(kv));
     st = tkvi_check_slide(kv, seq, &slide.gone);
     slide.seq = seq;
     (void)tkvi_count_slide_splits(kv, &slide, &splits);
@@ -43320,11 +43360,11 @@ static const tkvi_kind tkvi_kinds[] = {
     {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
     {"a number", tkvi_read_float, tkvi_write_float},
     {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
-    {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
+    {"formats of K and V, such as a30/r20, or one for both", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
     {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
-    {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
+    {"the name of a preset", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
@@ -43348,7 +43388,7 @@ static const tkvi_word tkvi_words_heads[] = {
     { #field, TKVI_INT, offsetof(type, field), sizeof(((type *)0)->field), NULL, names, 0, 0, 0, 0, NULL }
 
 static const tkvi_row tkvi_config_rows[] = {
-    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_COUNT, 0, 0, 0, 0, NULL},
+    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_PRESET, 0, 0, 0, 0, NULL},
     TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
@@ -43653,9 +43693,14 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_append_text(t, tkvi_kinds[row->kind].want);
     if (r->has_brackets && !tkvi_is_list(row)) tkvi_append_text(t, " without [ ]");
     for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL; i++) {
-        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS || row->kind == TKVI_PRESET ? ": " : " or ");
         tkvi_append_text(t, word);
     }
+    if (row->kind != TKVI_PAIR) return;
+    tkvi_append_text(t, ": K");
+    tkvi_append_formats(t, TKV_K);
+    tkvi_append_text(t, "; V");
+    tkvi_append_formats(t, TKV_V);
 }
 
 /* >>paths */

@@ -625,6 +625,7 @@ TKV_API tkv_config tkv_default_config(void);
  * TKV_NO_METER leaves them out.
  * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
  * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
+ * tkv_get_name with TKV_NAME_PRESET lists all names. A config as text names them in the sentence of the error.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -877,7 +878,9 @@ TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, in
                                    void *workspace, size_t bytes);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
- * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
+ * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache. Keys of tokens that have moved
+ * (tkv_seq_shift, tkv_seq_copy, tkv_seq_slide and others) come rotated to their present position, as if they had been
+ * appended there. To append such a row elsewhere, rotate it by the difference (tkv_rotate_rope).
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
  *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it; or cfg.recompute failed
@@ -1016,7 +1019,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a token would get a negative position, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens, or keep_tokens, is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for an entry, where a layer has fewer sinks than others
