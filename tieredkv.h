@@ -2387,7 +2387,12 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 } tkv_format_options;
 
 typedef struct tkv_budget_config { /* see tkv_get_budget */
-    size_t bytes;                  /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
+     * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
+     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
+     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
+     * policy take more. A refused call says what it needs at least */
+    size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
@@ -2500,6 +2505,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
  *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
@@ -2516,7 +2522,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  * Errors, *out unchanged:
  *   TKV_ERR_CONFIG        tkv_validate_config rejects the config
  *   TKV_ERR_ISA           cfg.host.isa is not available
- *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_NOMEM         the allocator returned NULL, or the size exceeds this machine's address space
  *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
@@ -25799,11 +25805,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     return st;
 }
 
-TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
-    tkvi_derived_config shape;
-    return tkvi_validate(cfg, &shape, reason, size);
-}
-
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
     size_t plan, tier_specs, layout, size_class, record, split, current, rope;
@@ -28412,13 +28413,68 @@ static size_t tkvi_scratch_bytes(const tkvi_sizes *s) {
     return s->solve + s->recode + s->split_sums + s->areas;
 }
 
-/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
+/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
+#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
+}
+
+/* Adds the blocks in front of n lists of a layer. */
+static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
+                                  int64_t *slots) {
+    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
+        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+}
+
+/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages to begin with. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
     const size_t stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0;
     const size_t tables = tkvi_add_sizes(stats, tkvi_version_bytes(derived));
     return tkvi_add_sizes(tkvi_add_sizes(s->total, tables),
                           tkvi_multiply_sizes(pages, derived->page_bytes + sizeof(tkvi_page)));
+}
+
+/* The first tokens of a sequence that a sentence speaks of. */
+static int tkvi_first_tokens(const tkv_config *cfg) {
+    return tkvi_min(TKVI_HAS_EVICT && cfg->evict.policy ? 256 : 128, cfg->limits.max_tokens);
+}
+
+/* A budget that is enough for them if they come one at a time: in each layer, a block of exact tokens, and blocks of
+ * the tightest level. With a policy, evictions then make room for any number. */
+static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const tkvi_sizes *s) {
+    const int n_tokens = tkvi_first_tokens(&derived->cfg);
+    const int n_blocks = (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int n_list = n_blocks + 1 + tkvi_n_anchor_blocks(&derived->cfg);
+    const size_t layers = (size_t)derived->cfg.model.n_layers,
+                 stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0,
+                 list_entry_bytes = layers * sizeof(uint32_t) + tkvi_choice_entry_bytes(&derived->cfg);
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    const tkvi_tier_spec *tightest = &specs[derived->cfg.budget.pressure.max_level];
+    int64_t slots[TKVI_MAX_LAYOUTS] = {0}, pages = derived->recode_pages;
+    size_t arrays, total;
+    int i, c;
+    for (i = 0; i < derived->cfg.model.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(derived, i, &p, specs);
+        if (p.stored_layer != i) continue;
+        tkvi_add_front_blocks(derived, &p, 1, slots);
+        slots[derived->class_of[tightest->key[TKV_TIER_HOT]]]++;
+        slots[derived->class_of[tightest->key[tightest->hot == TKVI_FOREVER ? TKV_TIER_HOT
+                                                                            : TKV_TIER_ARCHIVE]]] +=
+            n_blocks - 1;
+    }
+    for (c = 0; c < derived->n_classes; c++)
+        if (slots[c]) pages += tkvi_pages_for(&derived->size_class[c], slots[c]);
+    arrays = tkvi_multiply_sizes(tkvi_cap_for((int64_t)n_list * derived->n_stored + derived->n_classes),
+                                 tkvi_block_entry_bytes(&derived->cfg));
+    arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(n_list), list_entry_bytes));
+    arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(pages), sizeof(tkvi_page)));
+    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), tkvi_version_bytes(derived));
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes(arrays, 2)); /* one that grows is there twice */
+    return tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
 }
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
@@ -28535,13 +28591,6 @@ static size_t tkvi_learning_bytes(const tkv_cache *kv) {
     return n;
 }
 
-/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
-#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
-
-static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
-    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
-}
-
 /* >>creation and destruction */
 /* Initialises the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
@@ -28563,8 +28612,7 @@ static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *r
 }
 
 /* Writes the reason for an error of tkvi_build_cache. */
-static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *derived, char *reason,
-                                    size_t size) {
+static tkv_status tkvi_write_reason(tkv_status st, tkvi_derived_config *derived, char *reason, size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
     tkvi_compute_fixed_sizes(derived, &s);
@@ -28577,7 +28625,13 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_digits(&t, (uint64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
         tkvi_append_digits(&t, (uint64_t)tkvi_least_budget(derived, &s));
-        tkvi_append_text(&t, " for an empty cache and its first tokens");
+        tkvi_append_text(&t, " for an empty cache");
+        if (!TKVI_HAS_REPORTS) return st;
+        tkvi_append_text(&t, "; ");
+        tkvi_append_digits(&t, (uint64_t)tkvi_budget_for_first_tokens(derived, &s));
+        tkvi_append_text(&t, " is enough for the first ");
+        tkvi_append_int(&t, tkvi_first_tokens(&derived->cfg));
+        tkvi_append_text(&t, " tokens of one sequence");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
@@ -28585,6 +28639,16 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_text(&t, " bytes");
     }
     return st;
+}
+
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
+    tkvi_derived_config derived;
+    tkvi_sizes fixed;
+    const tkv_status st = tkvi_validate(cfg, &derived, reason, size);
+    if (st || !derived.cfg.budget.bytes) return st;
+    tkvi_compute_fixed_sizes(&derived, &fixed);
+    if (derived.cfg.budget.bytes >= tkvi_least_budget(&derived, &fixed)) return TKV_OK;
+    return tkvi_write_reason(TKV_ERR_BUDGET, &derived, reason, size);
 }
 
 /* Creates a cache; `reason` gets a sentence about an error. */
@@ -28831,14 +28895,6 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
         left -= most[next] < left ? most[next] : left;
     }
     return n;
-}
-
-/* Adds the blocks in front of n lists of a layer. */
-static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
-                                  int64_t *slots) {
-    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
-    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
-        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
 }
 
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
@@ -33785,13 +33841,18 @@ static int tkvi_renew_table(tkv_cache *kv, int layer, int n) {
 
 /* The largest part of what is held: its name, and its bytes. */
 static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
-    static const char *const names[] = {"exact tokens", "encoded tokens", "tables", "states",
-                                        "work space, index and free pages"};
+    static const char *const names[] = {"exact (sinks, blocks not full, last append)",
+                                        "encoded tokens",
+                                        "tables",
+                                        "states",
+                                        "work space, index and free pages",
+                                        "exact, as this level codes nothing"};
     size_t parts[] = {0, 0, 0, 0, 0};
-    int seq, layer, i, largest = 0;
+    int seq, layer, i, largest = 0, codes_nothing = 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            codes_nothing |= list->n && kv->tables.plan[layer].now.hot == TKVI_FOREVER;
             for (i = 0; i < list->n; i++) {
                 const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 if (!tkvi_is_offloaded(b))
@@ -33805,10 +33866,11 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
     for (i = 1; i < 5; i++)
         if (parts[i] > parts[largest]) largest = i;
     *bytes = parts[largest];
-    return names[largest];
+    return names[largest == 0 && codes_nothing ? 5 : largest];
 }
 
-/* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
+/* Writes the error of a call that does not fit even after all stages. bytes: the least that it would take
+ * then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     size_t largest;
@@ -33816,13 +33878,13 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     if (kv->call.store_failed) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
-        tkvi_append_text(&t, "the call needs ");
+        tkvi_append_text(&t, "the call needs at least ");
         tkvi_append_digits(&t, (uint64_t)bytes);
         tkvi_append_text(&t, " bytes, more than the budget; ");
         tkvi_append_digits(&t, (uint64_t)largest);
-        tkvi_append_text(&t, " of those held are ");
+        tkvi_append_text(&t, " held are ");
         tkvi_append_text(&t, part);
-        tkvi_append_text(&t, "; reset a sequence or raise it");
+        tkvi_append_text(&t, "; raise it, reset a sequence or append less");
     }
     kv->counts.refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->call.error);

@@ -535,7 +535,12 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 } tkv_format_options;
 
 typedef struct tkv_budget_config { /* see tkv_get_budget */
-    size_t bytes;                  /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
+     * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
+     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
+     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
+     * policy take more. A refused call says what it needs at least */
+    size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
@@ -648,6 +653,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
  *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
@@ -664,7 +670,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  * Errors, *out unchanged:
  *   TKV_ERR_CONFIG        tkv_validate_config rejects the config
  *   TKV_ERR_ISA           cfg.host.isa is not available
- *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_NOMEM         the allocator returned NULL, or the size exceeds this machine's address space
  *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are

@@ -1346,11 +1346,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
     return st;
 }
 
-TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
-    tkvi_derived_config shape;
-    return tkvi_validate(cfg, &shape, reason, size);
-}
-
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
 typedef struct tkvi_table_sizes {
     size_t plan, tier_specs, layout, size_class, record, split, current, rope;
