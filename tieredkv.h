@@ -1256,6 +1256,11 @@
  *   before products, 5e-3 with cfg.host.precise, else .2: the weights of a block's other keys are rounded by the
  *   largest one. These e are what the search found for heads of 64 channels, and some more.
  *
+ *   Very large values. F32 and BF16 store them exactly, but attention adds weights times values in floats before it
+ *   divides. With n keys, the bound above holds for |values| up to 3.4e38 / n, and for |keys| up to 1.6e38. Calls
+ *   with 16 or more query rows for a KV head take |values| up to 1.1e35 / n, because a weight can reach e^8 there.
+ *   Larger values can give an infinity. tkv_attend_reference adds in double and does not overflow.
+ *
  *
  * 13. ERRORS, THREADS, SIMD
  *
@@ -2618,6 +2623,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
+ * |values| above 1.1e35 / keys, in F32 and BF16, can give infinities (chapter 12 of the manual).
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; 128 KiB of stack or more (chapter 13 of the manual has a table). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);

@@ -766,6 +766,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
+ * |values| above 1.1e35 / keys, in F32 and BF16, can give infinities (chapter 12 of the manual).
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; 128 KiB of stack or more (chapter 13 of the manual has a table). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);

@@ -1254,6 +1254,11 @@
  *   before products, 5e-3 with cfg.host.precise, else .2: the weights of a block's other keys are rounded by the
  *   largest one. These e are what the search found for heads of 64 channels, and some more.
  *
+ *   Very large values. F32 and BF16 store them exactly, but attention adds weights times values in floats before it
+ *   divides. With n keys, the bound above holds for |values| up to 3.4e38 / n, and for |keys| up to 1.6e38. Calls
+ *   with 16 or more query rows for a KV head take |values| up to 1.1e35 / n, because a weight can reach e^8 there.
+ *   Larger values can give an infinity. tkv_attend_reference adds in double and does not overflow.
+ *
  *
  * 13. ERRORS, THREADS, SIMD
  *
