@@ -674,8 +674,9 @@
  *   Counting. All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
  *   (tkv_get_memory). Pages hold blocks of one size, so blocks of different sizes do not fragment memory. tkv_attend
  *   never allocates. An append gets all memory that it needs before it stores a token. If that fails, no token is
- *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. tkv_seq_reset and tkv_seq_truncate
- *   give memory back: pages, and the ends of the tables.
+ *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. It forecasts the end: on the way, a
+ *   cache can hold twice as much (its comment has figures). tkv_seq_reset and tkv_seq_truncate give memory back: pages,
+ *   and the ends of the tables.
  *
  *   Several tenants. With cfg.host.wipe_freed = 1, keys and values are overwritten with zeros when their memory becomes
  *   free. After tkv_seq_reset nothing of a sequence remains in pages and work space. A reset took 6.3 ms in place of
