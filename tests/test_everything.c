@@ -1705,7 +1705,8 @@ static void create_random_cache(void) {
     st = tkv_validate_config(&cfg, reason, sizeof reason);
     CHECK(st == TKV_OK || st == TKV_ERR_BUDGET);
     if (tkv_test_.n_bad) printf("    %s\n", reason);
-    for (st = TKV_ERR_BUDGET; st == TKV_ERR_BUDGET; cfg.budget.bytes += 50000) { /* some configs need more bytes */
+    for (st = TKV_ERR_BUDGET; st == TKV_ERR_BUDGET;
+         cfg.budget.bytes += 50000) { /* some configs need more bytes */
         st = in_place ? tkv_get_required_bytes(&cfg, &bytes, NULL) : tkv_create(&cfg, &kv);
         if (st != TKV_ERR_BUDGET) break;
     }

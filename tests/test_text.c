@@ -517,9 +517,10 @@ TEST(wrong_names_list_the_right_ones) {
     check_formats_listed(k + 3, TKV_K);
     check_formats_listed(v + 3, TKV_V);
     cfg = make_sized_config(1, 1, 1, 64, 1, 64);
-    cfg.tiers.warm.v = (tkv_format)99;
+    cfg.tiers.warm.v = TKV_FORMAT_COUNT;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
-    CHECK(strstr(reason, "tiers.warm.v is 99; it must be one of: f32 f16 ") && strstr(reason, " r20 "));
+    CHECK_EQ(atoi(reason + strlen("tiers.warm.v is ")), TKV_FORMAT_COUNT);
+    CHECK(strstr(reason, "; it must be one of: f32 f16 ") && strstr(reason, " r20 "));
     cfg = make_sized_config(1, 1, 1, 64, 1, 64);
     cfg.tiers.hot.k = TKV_KIVI4;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
