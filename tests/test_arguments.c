@@ -1813,7 +1813,8 @@ static void lack_memory(void) {
             allocator.fail_at = fail_at;
             st = allocate_something(kv, call);
             check_sentence(kv, "allocate_something", "call", call, st);
-            CHECK_MSG(st == TKV_OK || st == TKV_ERR_NOMEM, "call %d: %d, %s", call, (int)st, tkv_get_last_error(kv));
+            CHECK_MSG(st == TKV_OK || st == TKV_ERR_NOMEM, "call %d: %d, %s", call, (int)st,
+                      tkv_get_last_error(kv));
             n += st != TKV_OK;
             allocator.fail_at = 0;
             tkv_destroy(kv);
