@@ -677,8 +677,9 @@
  *   Counting. All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
  *   (tkv_get_memory). Pages hold blocks of one size, so blocks of different sizes do not fragment memory. tkv_attend
  *   never allocates. An append gets all memory that it needs before it stores a token. If that fails, no token is
- *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. tkv_seq_reset and tkv_seq_truncate
- *   give memory back: pages, and the ends of the tables.
+ *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. It forecasts the end: on the way, a
+ *   cache can hold twice as much (its comment has figures). tkv_seq_reset and tkv_seq_truncate give memory back: pages,
+ *   and the ends of the tables.
  *
  *   Several tenants. With cfg.host.wipe_freed = 1, keys and values are overwritten with zeros when their memory becomes
  *   free. After tkv_seq_reset nothing of a sequence remains in pages and work space. A reset took 6.3 ms in place of
@@ -1258,13 +1259,19 @@
  *   before products, 5e-3 with cfg.host.precise, else .2: the weights of a block's other keys are rounded by the
  *   largest one. These e are what the search found for heads of 64 channels, and some more.
  *
+ *   Very large values. F32 and BF16 store them exactly, but attention adds weights times values in floats before it
+ *   divides. With n keys, the bound above holds for |values| up to 3.4e38 / n, and for |keys| up to 1.6e38. Calls
+ *   with 16 or more query rows for a KV head take |values| up to 1.1e35 / n, because a weight can reach e^8 there.
+ *   Larger values can give an infinity. tkv_attend_reference adds in double and does not overflow.
+ *
  *
  * 13. ERRORS, THREADS, SIMD
  *
  *   Errors. Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *   comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating call.
- *   Where there is no cache yet, tkv_create_ex writes the sentence to a buffer of yours. The library never aborts and
- *   prints nothing. tkv_check tests all invariants of a cache, for tests and for suspicion.
+ *   comment of the function names an exception. tkv_get_last_error gives the sentence of the last call that failed.
+ *   While several threads attend, tkv_validate_attend gives each its own. Where there is no cache yet, tkv_create_ex
+ *   writes the sentence to a buffer of yours. The library never aborts and prints nothing. tkv_check tests all
+ *   invariants of a cache, for tests and for suspicion.
  *
  *   Threads. A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
  *   and everything that takes a const tkv_cache. Different caches are independent. The library has no global
@@ -1922,13 +1929,13 @@ extern "C" {
     X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
     X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
-    X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
+    X(TKV_ERR_STATE, -6, "not in this state: a step is open or missing, or the cache lacks what it needs")   \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
-      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
+      "the budget is full: tkv_get_last_error says what the call needs, and what fills it")                  \
     X(TKV_ERR_IO, -13, "cfg.offload failed: blocks outside RAM could not be read or written")                \
     X(TKV_ERR_NO_SOURCE, -14,                                                                                \
       "nothing better is kept of these tokens, or they must be recomputed first: see tkv_seq_recompute")     \
@@ -2389,7 +2396,12 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 } tkv_format_options;
 
 typedef struct tkv_budget_config { /* see tkv_get_budget */
-    size_t bytes;                  /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
+     * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
+     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
+     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
+     * policy take more. A refused call says what it needs at least */
+    size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
@@ -2479,6 +2491,7 @@ TKV_API tkv_config tkv_default_config(void);
  * TKV_NO_METER leaves them out.
  * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
  * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
+ * tkv_get_name with TKV_NAME_PRESET lists all names. A config as text names them in the sentence of the error.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -2501,6 +2514,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
  *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
@@ -2517,7 +2531,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  * Errors, *out unchanged:
  *   TKV_ERR_CONFIG        tkv_validate_config rejects the config
  *   TKV_ERR_ISA           cfg.host.isa is not available
- *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_NOMEM         the allocator returned NULL, or the size exceeds this machine's address space
  *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
@@ -2613,6 +2627,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
+ * |values| above 1.1e35 / keys, in F32 and BF16, can give infinities (chapter 12 of the manual).
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; 128 KiB of stack or more (chapter 13 of the manual has a table). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
@@ -2700,8 +2715,8 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
-/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Calls that only read leave no sentence
- * in the cache, since several threads may make them.
+/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Several threads may call it, and
+ * each gets its own sentence.
  *   reason   [size] or NULL: the sentence, cut to size; "" if the call is valid. With TKV_NO_REPORTS the text of the
  *            status
  * Errors: as tkv_attend_ex, those that only reading a block would find excepted. Cost: as a call without rows. */
@@ -2731,7 +2746,9 @@ TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, in
                                    void *workspace, size_t bytes);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
- * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
+ * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache. Keys of tokens that have moved
+ * (tkv_seq_shift, tkv_seq_copy, tkv_seq_slide and others) come rotated to their present position, as if they had been
+ * appended there. To append such a row elsewhere, rotate it by the difference (tkv_rotate_rope).
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
  *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it; or cfg.recompute failed
@@ -2870,7 +2887,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a token would get a negative position, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens, or keep_tokens, is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for an entry, where a layer has fewer sinks than others
@@ -3193,7 +3210,8 @@ typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all
 } tkv_seq_memory_info;
 /* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
  * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
- * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence), and the same again for
+ * each block that other sequences hold too. */
 TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
@@ -3261,8 +3279,9 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out);
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
 
 TKV_API const char *tkv_get_status_text(tkv_status s); /* a sentence about a status */
-/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
- * set no sentence. */
+/* Returns the sentence of the last call that failed, or "" if a call that changes the cache has succeeded since. Calls
+ * that take a const tkv_cache leave it as it is, as do tkv_report_pressure and a success of tkv_attend or tkv_read. It
+ * is overwritten by the next failure: while several threads attend, ask tkv_validate_attend. */
 TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
 
 /* ======== 2. CONTROL ======== >>control
@@ -3369,7 +3388,10 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
 /* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing. It knows
  * no states and no named sinks. If sequences are appended one after the other, the forecast is exact, with two
  * exceptions. The real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals
- * total. Prompts in large chunks have a higher peak, because a chunk is exact until the next append. With
+ * total, although a cache holds more on the way: exact blocks that wait for the first table, and a chunk, which is
+ * exact until the next append. Leave room for that: with 30 layers of 3 KV heads of 64 channels and the default plan,
+ * 512, 1,024 and 2,048 tokens one by one peak at 1.32, 1.13 and 1.08 times the forecast, and in chunks of 512 at 2.1,
+ * 2.1 and 1.75 times (tests/test_memory.c). With
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
  * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has
@@ -24874,6 +24896,34 @@ static tkv_status tkvi_validate_window(const tkv_layer_config *c, int has_sinks,
     return TKV_OK;
 }
 
+/* Appends the names of the formats of this build that store a side. */
+static void tkvi_append_formats(tkvi_text *t, tkv_side side) {
+    int f;
+    for (f = 1; f < TKV_FORMAT_COUNT; f++) {
+        if (tkvi_format_left_out((tkv_format)f) || !tkvi_format_stores(&tkvi_formats[f], side)) continue;
+        tkvi_append_text(t, " ");
+        tkvi_append_text(t, tkvi_format_name((tkv_format)f));
+    }
+}
+
+/* The same as tkvi_bad_in for a format: with its name and those that are allowed. */
+static tkv_status tkvi_bad_format(char *reason, size_t size, const char *owner, const char *field,
+                                  tkv_format f, int is_hot, tkv_side side) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, owner);
+    tkvi_append_text(&t, field);
+    tkvi_append_text(&t, " is ");
+    tkvi_append_int(&t, (int)f);
+    if (tkvi_format_known(f)) {
+        tkvi_append_text(&t, ", which is ");
+        tkvi_append_text(&t, tkvi_format_name(f));
+        if (!is_hot) tkvi_append_text(&t, side == TKV_V ? " and stores K only" : " and stores V only");
+    }
+    tkvi_append_text(&t, is_hot ? "; the hot tier takes f32, f16 and bf16" : "; it must be one of:");
+    if (TKVI_HAS_REPORTS && !is_hot) tkvi_append_formats(&t, side);
+    return TKV_ERR_CONFIG;
+}
+
 /* Checks tiers: those of the config, of one layer, or of one level of the ladder. `owner` as in tkvi_bad_in. */
 static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *owner, char *reason,
                                       size_t size) {
@@ -24888,18 +24938,16 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *own
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   "it must be a tkv_format");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, i == TKV_TIER_HOT,
+                                       (tkv_side)side);
             if (tkvi_format_left_out(f)) {
                 (void)tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f, tkvi_format_left_out(f));
                 return TKV_ERR_UNSUPPORTED;
             }
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   side ? "this format stores K only" : "this format stores V only");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, 0, (tkv_side)side);
             if (i == TKV_TIER_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, 1, (tkv_side)side);
         }
     if (c->sink_tokens < TKV_OFF || c->sink_tokens > TKVI_BLOCK)
         return tkvi_bad_in(reason, size, owner, "sink_tokens", c->sink_tokens,
@@ -25899,11 +25947,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         }
     }
     return st;
-}
-
-TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
-    tkvi_derived_config shape;
-    return tkvi_validate(cfg, &shape, reason, size);
 }
 
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */
@@ -27992,6 +28035,7 @@ typedef struct tkvi_call_state {
     int store_failed;    /* 1: the store failed in this call; an error then names the store as the cause */
     size_t scratch_used; /* bytes of the caller's scratch that are in use outside of the save or load */
     int lacks_scratch;   /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
+    int error_lock;      /* of `error`, for calls that only read: several threads may make them */
     char error[160];
 } tkvi_call_state;
 
@@ -28392,9 +28436,45 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* The same for a call that only reads the cache: others may fail at the same time. kv may be NULL. */
+static tkv_status tkvi_fail_reader(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
+                                   const char *more) {
+    if (!kv) return st;
+    tkvi_lock(&kv->call.error_lock);
+    if (TKVI_HAS_REPORTS) (void)tkvi_fail(kv, st, what, number, more);
+    else kv->call.error[0] = 0;
+    tkvi_unlock(&kv->call.error_lock);
+    return st;
+}
+
+/* Writes the sentence of an error that a call finds when it fetches blocks. */
+static tkv_status tkvi_fail_fetching(tkv_cache *kv, tkv_status st, int layer) {
+    return tkvi_fail_reader(kv, st,
+                            st == TKV_ERR_IO     ? "cfg.offload.read gave no block of layer"
+                            : st == TKV_ERR_DATA ? "an offloaded block is damaged in layer"
+                                                 : "cfg.recompute gave no K and V of layer",
+                            layer, "");
+}
+
+/* >>parts of a call: they may fail at the same time */
+static tkv_status tkvi_refuse_part(tkv_cache *kv, int part) {
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "workspace is missing, or part is not 0 to n_parts - 1: part is",
+                            part, "");
+}
+
+static tkv_status tkvi_refuse_workspace(tkv_cache *kv, size_t needed) {
+    return tkvi_fail_reader(kv, TKV_ERR_CAPACITY,
+                            "workspace is too small; bytes needed:", tkvi_int_of_size(needed), "");
+}
+
 /* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
 static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
+}
+
+/* Refuses a call that lacks what a pointer should give. kv may be NULL. */
+static tkv_status tkvi_refuse_missing(tkv_cache *kv, const char *sentence) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, sentence, 0, NULL) : TKV_ERR_ARG;
 }
 
 /* >>events */
@@ -28531,13 +28611,68 @@ static size_t tkvi_scratch_bytes(const tkvi_sizes *s) {
     return s->solve + s->recode + s->split_sums + s->areas;
 }
 
-/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
+/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
+#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
+}
+
+/* Adds the blocks in front of n lists of a layer. */
+static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
+                                  int64_t *slots) {
+    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
+        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+}
+
+/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages to begin with. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
     const size_t stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0;
     const size_t tables = tkvi_add_sizes(stats, tkvi_version_bytes(derived));
     return tkvi_add_sizes(tkvi_add_sizes(s->total, tables),
                           tkvi_multiply_sizes(pages, derived->page_bytes + sizeof(tkvi_page)));
+}
+
+/* The first tokens of a sequence that a sentence speaks of. */
+static int tkvi_first_tokens(const tkv_config *cfg) {
+    return tkvi_min(TKVI_HAS_EVICT && cfg->evict.policy ? 256 : 128, cfg->limits.max_tokens);
+}
+
+/* A budget that is enough for them if they come one at a time: in each layer, a block of exact tokens, and blocks of
+ * the tightest level. With a policy, evictions then make room for any number. */
+static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const tkvi_sizes *s) {
+    const int n_tokens = tkvi_first_tokens(&derived->cfg);
+    const int n_blocks = (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int n_list = n_blocks + 1 + tkvi_n_anchor_blocks(&derived->cfg);
+    const size_t layers = (size_t)derived->cfg.model.n_layers,
+                 stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0,
+                 list_entry_bytes = layers * sizeof(uint32_t) + tkvi_choice_entry_bytes(&derived->cfg);
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    const tkvi_tier_spec *tightest = &specs[derived->cfg.budget.pressure.max_level];
+    int64_t slots[TKVI_MAX_LAYOUTS] = {0}, pages = derived->recode_pages;
+    size_t arrays, total;
+    int i, c;
+    for (i = 0; i < derived->cfg.model.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(derived, i, &p, specs);
+        if (p.stored_layer != i) continue;
+        tkvi_add_front_blocks(derived, &p, 1, slots);
+        slots[derived->class_of[tightest->key[TKV_TIER_HOT]]]++;
+        slots[derived->class_of[tightest->key[tightest->hot == TKVI_FOREVER ? TKV_TIER_HOT
+                                                                            : TKV_TIER_ARCHIVE]]] +=
+            n_blocks - 1;
+    }
+    for (c = 0; c < derived->n_classes; c++)
+        if (slots[c]) pages += tkvi_pages_for(&derived->size_class[c], slots[c]);
+    arrays = tkvi_multiply_sizes(tkvi_cap_for((int64_t)n_list * derived->n_stored + derived->n_classes),
+                                 tkvi_block_entry_bytes(&derived->cfg));
+    arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(n_list), list_entry_bytes));
+    arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(pages), sizeof(tkvi_page)));
+    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), tkvi_version_bytes(derived));
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes(arrays, 2)); /* one that grows is there twice */
+    return tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
 }
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
@@ -28654,13 +28789,6 @@ static size_t tkvi_learning_bytes(const tkv_cache *kv) {
     return n;
 }
 
-/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
-#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
-
-static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
-    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
-}
-
 /* >>creation and destruction */
 /* Initialises the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
@@ -28682,8 +28810,7 @@ static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *r
 }
 
 /* Writes the reason for an error of tkvi_build_cache. */
-static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *derived, char *reason,
-                                    size_t size) {
+static tkv_status tkvi_write_reason(tkv_status st, tkvi_derived_config *derived, char *reason, size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
     tkvi_compute_fixed_sizes(derived, &s);
@@ -28696,7 +28823,13 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_digits(&t, (uint64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
         tkvi_append_digits(&t, (uint64_t)tkvi_least_budget(derived, &s));
-        tkvi_append_text(&t, " for an empty cache and its first tokens");
+        tkvi_append_text(&t, " for an empty cache");
+        if (!TKVI_HAS_REPORTS) return st;
+        tkvi_append_text(&t, "; ");
+        tkvi_append_digits(&t, (uint64_t)tkvi_budget_for_first_tokens(derived, &s));
+        tkvi_append_text(&t, " is enough for the first ");
+        tkvi_append_int(&t, tkvi_first_tokens(&derived->cfg));
+        tkvi_append_text(&t, " tokens of one sequence");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
@@ -28704,6 +28837,16 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_text(&t, " bytes");
     }
     return st;
+}
+
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
+    tkvi_derived_config derived;
+    tkvi_sizes fixed;
+    const tkv_status st = tkvi_validate(cfg, &derived, reason, size);
+    if (st || !derived.cfg.budget.bytes) return st;
+    tkvi_compute_fixed_sizes(&derived, &fixed);
+    if (derived.cfg.budget.bytes >= tkvi_least_budget(&derived, &fixed)) return TKV_OK;
+    return tkvi_write_reason(TKV_ERR_BUDGET, &derived, reason, size);
 }
 
 /* Creates a cache; `reason` gets a sentence about an error. */
@@ -28950,14 +29093,6 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
         left -= most[next] < left ? most[next] : left;
     }
     return n;
-}
-
-/* Adds the blocks in front of n lists of a layer. */
-static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
-                                  int64_t *slots) {
-    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
-    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
-        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
 }
 
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a
@@ -29321,6 +29456,13 @@ static int tkvi_has_own_layer(const tkv_cache *kv, int seq, int layer) {
 
 static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
+}
+
+/* Refuses a call that reads a layer, and that several threads may make. kv may be NULL. */
+static tkv_status tkvi_refuse_reading(tkv_cache *kv, int seq, int layer) {
+    if (kv && !tkvi_has_seq(kv, seq))
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "there is no layer", layer, " with a cache");
 }
 
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
@@ -33903,13 +34045,18 @@ static int tkvi_renew_table(tkv_cache *kv, int layer, int n) {
 
 /* The largest part of what is held: its name, and its bytes. */
 static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
-    static const char *const names[] = {"exact tokens", "encoded tokens", "tables", "states",
-                                        "work space, index and free pages"};
+    static const char *const names[] = {"exact (sinks, blocks not full, last append)",
+                                        "encoded tokens",
+                                        "tables",
+                                        "states",
+                                        "work space, index and free pages",
+                                        "exact, as this level codes nothing"};
     size_t parts[] = {0, 0, 0, 0, 0};
-    int seq, layer, i, largest = 0;
+    int seq, layer, i, largest = 0, codes_nothing = 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            codes_nothing |= list->n && kv->tables.plan[layer].now.hot == TKVI_FOREVER;
             for (i = 0; i < list->n; i++) {
                 const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 if (!tkvi_is_offloaded(b))
@@ -33923,10 +34070,11 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
     for (i = 1; i < 5; i++)
         if (parts[i] > parts[largest]) largest = i;
     *bytes = parts[largest];
-    return names[largest];
+    return names[largest == 0 && codes_nothing ? 5 : largest];
 }
 
-/* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
+/* Writes the error of a call that does not fit even after all stages. bytes: the least that it would take
+ * then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     size_t largest;
@@ -33934,13 +34082,13 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     if (kv->call.store_failed) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
-        tkvi_append_text(&t, "the call needs ");
+        tkvi_append_text(&t, "the call needs at least ");
         tkvi_append_digits(&t, (uint64_t)bytes);
         tkvi_append_text(&t, " bytes, more than the budget; ");
         tkvi_append_digits(&t, (uint64_t)largest);
-        tkvi_append_text(&t, " of those held are ");
+        tkvi_append_text(&t, " held are ");
         tkvi_append_text(&t, part);
-        tkvi_append_text(&t, "; reset a sequence or raise it");
+        tkvi_append_text(&t, "; raise it, reset a sequence or append less");
     }
     kv->counts.refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->call.error);
@@ -34992,7 +35140,7 @@ static tkv_status tkvi_check_call_entry(tkvi_call *c, int item, int before) {
     int len, first, end;
     if (seq < 0 || seq >= kv->tables.cfg.limits.max_seqs)
         return tkvi_refuse_call(c, TKV_ERR_ARG, "there is no sequence", seq, "");
-    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "");
+    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "; it must not be negative");
     list = tkvi_list_of(kv, seq, layer);
     len = list->len;
     first = tkvi_first_query(c, item);
@@ -36906,7 +37054,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     tkv_task task;
     int failed = 0, n;
     tkv_status st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
-    if (st) return st;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     c.failed = &failed;
     tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
@@ -36917,7 +37065,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_flag(&kv->work.split_sums_taken);
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 /* >>parts: the same call, run by threads of the caller */
@@ -36950,10 +37098,10 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     tkv_task task;
     int64_t n;
     tkv_status st;
-    if (!tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!tkvi_is_part(part, n_parts, workspace)) return tkvi_refuse_part(kv, part);
     st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
-    if (st) return st;
-    if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
+    if (bytes < tkvi_parts_bytes_of(&w)) return tkvi_refuse_workspace(kv, tkvi_parts_bytes_of(&w));
     head = tkvi_parts_head(workspace);
     c.failed = &head->failed;
     if (w.few) w.parts = (float *)(void *)tkvi_parts_data(head);
@@ -36964,7 +37112,7 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     tkvi_clear_scores(&c);
     st = tkvi_end_work(&w, 0);
     tkvi_parts_end(workspace);
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,
@@ -37386,7 +37534,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     tkvi_call c;
     int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
-    if (st) return st;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     tkvi_clear_scores(&c);
     for (item = 0; item < c.n_rows; item++) {
         for (query = 0; query < c.rows[item].n; query++)
@@ -37395,7 +37543,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 #endif /* TKVI_ATTENTION_REFERENCE_H */
@@ -37808,14 +37956,29 @@ static tkvi_ranking tkvi_ranking_of(tkv_cache *kv, int seq, int layer) {
     return r;
 }
 
-/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
-static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0) return TKV_ERR_ARG;
-    /* recency depends on age alone and needs no scores */
-    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
-        return TKV_ERR_CONFIG;
-    *r = tkvi_ranking_of(kv, seq, layer);
+/* Begins a call. needs_scores 0: a strategy without attention scores will do, which is recency: it depends on age
+ * alone. */
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer, int needs_scores) {
+    const int stored = tkvi_stored_layer(kv, seq, layer);
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (!kv->token_scores.mode &&
+        (needs_scores || kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY))
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
+    *r = tkvi_ranking_of(kv, seq, stored);
+    return TKV_OK;
+}
+
+/* Checks that n numbers are given or wanted, those of the tokens from `start` on. */
+static tkv_status tkvi_check_numbers(const tkvi_ranking *r, int start, int n, const float *numbers) {
+    if (n < 0 || (n > 0 && !numbers))
+        return tkvi_fail(r->kv, TKV_ERR_ARG, "the array must have n numbers, and n is", n, "");
+    if (start < 0 || start > r->list->len || n > r->list->len - start)
+        return tkvi_fail(r->kv, TKV_ERR_RANGE, "the layer has", r->list->len,
+                         " tokens; start + n goes beyond");
     return TKV_OK;
 }
 
@@ -37841,10 +38004,9 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     tkv_status st;
     int i, t;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 0);
+    if (!st) st = tkvi_check_numbers(&r, start, n, out);
     if (st) return st;
-    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
-    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
     for (i = 0; i < n; i++) out[i] = 0.0f;
     for (i = 0; i < n && missing; i++) {
         if (i % 64 == 0) missing[i / 64] = 0;
@@ -37872,20 +38034,9 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     float low;
     int i, t;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st == TKV_ERR_ARG)
-        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->token_scores.mode)
-        return tkvi_fail(
-            kv, TKV_ERR_CONFIG,
-            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
-            "policy that counts attention",
-            0, NULL);
-    if (n < 0 || (n > 0 && !scores))
-        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
-    if (start < 0 || start > r.list->len || n > r.list->len - start)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    st = tkvi_ranking_init(&r, kv, seq, layer, 1);
+    if (!st) st = tkvi_check_numbers(&r, start, n, scores);
+    if (st) return st;
     for (i = 0; i < n; i++)
         if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
@@ -37919,9 +38070,10 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     tkv_status st;
     int i, t, low, high, found = 0;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 0);
     if (st) return st;
-    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    if (k < 0 || (k > 0 && !out) || !count)
+        return tkvi_fail(kv, TKV_ERR_ARG, "out or count is missing, or k is negative: k is", k, "");
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
     low = protect ? evict.sink_tokens : 0;
     high = protect ? r.list->len - evict.recent_tokens : r.list->len;
@@ -38076,9 +38228,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 1);
+    if (st) return st;
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",
@@ -39140,12 +39291,19 @@ static tkv_status tkvi_check_readable(tkv_cache *kv, int seq, int layer, int sta
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
-    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (start > list->len || n > list->len - start)
+        return tkvi_fail_reader(kv, TKV_ERR_RANGE, "the layer has", list->len,
+                                " tokens; what is read goes beyond");
+    if (tkvi_n_live_between(kv, list, ids, start, n) < n)
+        return tkvi_fail_reader(kv, TKV_ERR_RANGE,
+                                "a token has expired or was removed, among those read from index", start,
+                                " on");
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in blocks of their own */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block])))
+            return tkvi_fail_reader(kv, TKV_ERR_NO_SOURCE, "a token is discarded: index", i,
+                                    ": tkv_seq_recompute brings it back");
     }
     return TKV_OK;
 }
@@ -39163,7 +39321,7 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
         const tkvi_layout *layout;
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
-        if (i < 0) return TKV_ERR_RANGE;
+        TKVI_ASSERT(i >= 0); /* tkvi_check_readable found it */
         turned = TKVI_HAS_MOVES ? kv->pool.entry[ids[i]].turned : 0;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
@@ -39182,7 +39340,7 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
-            if (st) return st;
+            if (st) return tkvi_fail_fetching(kv, st, layer);
         }
     }
     return TKV_OK;
@@ -39190,9 +39348,13 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
 
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     tkvi_fetch_buffer buffer;
+    const int stored = tkvi_stored_layer(kv, seq, layer);
     tkv_status st;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (start < 0 || n < 0)
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "start and n must not be negative; the lesser one is",
+                                tkvi_min(start, n), "");
+    layer = stored;
     st = tkvi_check_readable(kv, seq, layer, start, n);
     tkvi_empty_buffer(&buffer, seq, layer);
     return st ? st : tkvi_read_run(kv, seq, layer, start, n, k, v, &buffer);
@@ -39210,12 +39372,17 @@ TKV_API tkv_status tkv_read_tokens(tkv_cache *kv, int seq, int layer, const int 
     tkvi_fetch_buffer buffer;
     tkv_status st = TKV_OK;
     size_t k_row, v_row;
+    const int stored = tkvi_stored_layer(kv, seq, layer);
     int i, run;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || n < 0 || (n > 0 && !indices)) return TKV_ERR_ARG;
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (n < 0 || (n > 0 && !indices))
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "indices must have n numbers, and n is", n, "");
+    layer = stored;
     for (i = 0; i < n && !st; i += run) {
         run = tkvi_run_length(indices + i, n - i);
-        st = indices[i] < 0 ? TKV_ERR_ARG : tkvi_check_readable(kv, seq, layer, indices[i], run);
+        st = indices[i] < 0
+                 ? tkvi_fail_reader(kv, TKV_ERR_ARG, "indices has", indices[i], ", which is negative")
+                 : tkvi_check_readable(kv, seq, layer, indices[i], run);
     }
     k_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->head_dim;
     v_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->v_head_dim;
@@ -39349,11 +39516,11 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
     tkvi_append_work w;
     tkvi_parts *head;
     tkv_status st;
-    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return tkvi_refuse_part(kv, part);
     if (!TKVI_HAS_APPEND_PARTS) /* one part writes the sentence */
         return part ? TKV_ERR_UNSUPPORTED : tkvi_refuse_left_out(kv, "TKV_NO_APPEND_PARTS leaves this out");
     (void)tkvi_plan_append(kv, p, &w); /* tkv_append_ex tells the error */
-    if (bytes < w.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < w.bytes) return tkvi_refuse_workspace(kv, w.bytes);
     head = tkvi_parts_head(workspace);
     tkvi_place_prepared(&w, tkvi_parts_data(head));
     tkvi_encode_prepared(kv, &w, head);
@@ -39380,7 +39547,8 @@ static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.policy)
-        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_STATE,
+                         "the cache has no eviction policy; set cfg.evict.policy before tkv_create", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;
@@ -40967,6 +41135,19 @@ static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone
     return st;
 }
 
+/* Names the field that has the limit. */
+static tkv_status tkvi_refuse_slide(tkv_cache *kv, int most) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                     most == cfg->limits.max_tokens
+                         ? "nothing would stay behind the sinks: raise limits.max_tokens; it is"
+                     : most == cfg->evict.keep_tokens
+                         ? "nothing would stay behind the sinks: raise evict.keep_tokens; it is"
+                         : "nothing would stay behind the sinks: raise the larger of "
+                           "evict.keep_first and keep_last; it is",
+                     most, "");
+}
+
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) {
     const tkv_config *cfg;
     tkvi_demand splits = tkvi_no_demand();
@@ -40993,9 +41174,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
-    if (slide.gone.to >= len)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
-                         cfg->limits.max_tokens, "");
+    if (slide.gone.to >= len) return tkvi_refuse_slide(kv, tkvi_most_held(kv));
     st = tkvi_check_slide(kv, seq, &slide.gone);
     slide.seq = seq;
     (void)tkvi_count_slide_splits(kv, &slide, &splits);
@@ -41916,6 +42095,21 @@ static tkvi_run_of_block tkvi_find_run(const tkv_cache *kv, const tkvi_list *lis
     return run;
 }
 
+/* Number of entries of a list that hold the block of its entry i. They are neighbours as a rule, but not where tokens
+ * were copied back (tkv_seq_copy). Returns 0 if entry i is not the first one. */
+static uint32_t tkvi_count_if_first(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+    const uint32_t block = kv->pool.entry[ids[i]].block, refs = kv->pool.block[block].refs;
+    uint32_t n = run.n;
+    int j;
+    if (run.first < i) return 0;
+    if (n == refs) return n;
+    for (j = 0; j < i; j++)
+        if (kv->pool.entry[ids[j]].block == block) return 0;
+    for (j = i + (int)n; j < list->n && n < refs; j++) n += kv->pool.entry[ids[j]].block == block;
+    return n;
+}
+
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -41924,9 +42118,10 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+        const int has_bytes = once ? i == run.first : tkvi_count_if_first(kv, list, ids, i) > 0;
         if (!tkvi_is_discarded(b) && (!once || run.counts_once))
             tkvi_add_block(out, tkvi_geometry_of(kv, layer), (tkv_tier)b->tier,
-                           i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
+                           has_bytes ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -41961,11 +42156,12 @@ TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memo
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-            const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
             const size_t bytes = kv->tables.layout[b->layout].bytes.total;
-            if (run.first < i || tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
-            *(run.n == b->refs ? &out->own : &out->shared) += bytes;
-            if (run.n < b->refs) out->share += bytes * run.n / b->refs;
+            uint32_t n;
+            if (tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
+            n = tkvi_count_if_first(kv, list, ids, i);
+            if (n) *(n == b->refs ? &out->own : &out->shared) += bytes;
+            if (n < b->refs) out->share += bytes * n / b->refs;
         }
     }
     return TKV_OK;
@@ -41978,7 +42174,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_find_run(kv, list, ids, i).first == i)
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_count_if_first(kv, list, ids, i))
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;
@@ -43435,11 +43631,11 @@ static const tkvi_kind tkvi_kinds[] = {
     {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
     {"a number", tkvi_read_float, tkvi_write_float},
     {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
-    {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
+    {"formats of K and V, such as a30/r20, or one for both", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
     {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
-    {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
+    {"the name of a preset", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
@@ -43463,7 +43659,7 @@ static const tkvi_word tkvi_words_heads[] = {
     { #field, TKVI_INT, offsetof(type, field), sizeof(((type *)0)->field), NULL, names, 0, 0, 0, 0, NULL }
 
 static const tkvi_row tkvi_config_rows[] = {
-    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_COUNT, 0, 0, 0, 0, NULL},
+    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_PRESET, 0, 0, 0, 0, NULL},
     TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
@@ -43768,9 +43964,14 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_append_text(t, tkvi_kinds[row->kind].want);
     if (r->has_brackets && !tkvi_is_list(row)) tkvi_append_text(t, " without [ ]");
     for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL; i++) {
-        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS || row->kind == TKVI_PRESET ? ": " : " or ");
         tkvi_append_text(t, word);
     }
+    if (row->kind != TKVI_PAIR) return;
+    tkvi_append_text(t, ": K");
+    tkvi_append_formats(t, TKV_K);
+    tkvi_append_text(t, "; V");
+    tkvi_append_formats(t, TKV_V);
 }
 
 /* >>paths */
@@ -47245,8 +47446,10 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
                                 size_t *needed) {
     tkvi_saver s;
     tkv_status st;
-    if (!kv || !p || (!buf && !needed)) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || (!buf && !needed))
+        return tkvi_refuse_missing(kv, "the parameters, or buf and needed, are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -47260,8 +47463,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
                                    void *user) {
     tkvi_saver s;
     tkv_status st;
-    if (!kv || !p || !write) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -48936,9 +49140,9 @@ static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!bytes) return tkvi_fail(kv, TKV_ERR_ARG, "bytes are missing", 0, NULL);
+    if (!p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
+    if (!kv) return TKV_ERR_ARG;
     memset(&l, 0, sizeof l);
     l.from.bytes = (const uint8_t *)bytes;
     return tkvi_load(&l, kv, p, size, out);
@@ -48947,8 +49151,9 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
 TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
                                      tkv_read_bytes read, void *user, tkv_load_info *out) {
     tkvi_loader l;
-    if (!kv || !p || !read) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
+    if (!kv) return TKV_ERR_ARG;
     memset(&l, 0, sizeof l);
     l.from.read = read;
     l.from.user = user;
@@ -49579,8 +49784,9 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
                                        tkv_prefix_hash *out) {
     tkvi_prefix x;
     tkv_status st;
-    if (!kv || !p || !out) return TKV_ERR_ARG;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
+    if (!p || !out) return tkvi_refuse_missing(kv, "the parameters or out are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_prefix_params(kv, p);
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
@@ -49596,8 +49802,9 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     tkvi_prefix x;
     tkv_status st;
     if (out) memset(out, 0, sizeof *out);
-    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
+    if (!p) return tkvi_refuse_missing(kv, "the parameters are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_prefix_params(kv, p);
     if (!st && store && (is_adopted ? !store->get : !store->put))
         st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);

@@ -67,7 +67,7 @@ static void write_file(const char *name, const void *bytes, size_t size) {
 /* Prints bytes and loss of a cache that has read n tokens. */
 static void print_row(const char *name, tkv_cache *kv, int n, double loss) {
     tkv_memory_info mem;
-    if (tkv_get_memory(kv, &mem) != TKV_OK) fail("%s", tkv_get_last_error(kv));
+    if (tkv_get_memory(kv, &mem) != TKV_OK) fail("cannot report the memory");
     printf("  %-26s %6s tokens in %11s bytes, %3.0f %% of FP16; perplexity %.3f\n", name, commas(n),
            commas((double)mem.total), 100 * (double)mem.total / (double)mem.fp16_bytes, exp(loss));
 }
@@ -102,9 +102,9 @@ int main(int argc, char **argv) {
     if (tkv_freeze_calibration(kv) != TKV_OK) fail("%s", tkv_get_last_error(kv));
     if (tkv_get_calibration(kv, &info) != TKV_OK || info.n_calibrated == 0)
         fail("this plan has no format that learns (A, R or KVQuant)");
-    if (tkv_save_calibration(kv, NULL, 0, &size) != TKV_OK) fail("%s", tkv_get_last_error(kv));
+    if (tkv_save_calibration(kv, NULL, 0, &size) != TKV_OK) fail("cannot save the tables");
     void *bytes = allocate(size, 1);
-    if (tkv_save_calibration(kv, bytes, size, &size) != TKV_OK) fail("%s", tkv_get_last_error(kv));
+    if (tkv_save_calibration(kv, bytes, size, &size) != TKV_OK) fail("cannot save the tables");
     write_file(out, bytes, size);
     printf("%s: %s bytes, tables of %d layers from %s tokens\n\n", out, commas((double)size),
            info.n_calibrated, commas(n));

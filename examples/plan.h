@@ -199,13 +199,22 @@ static inline int plan_knows(const char *word) {
     return plan_number(&cfg, word) != NULL;
 }
 
+/* The sentence for an unknown preset, with the names of all. */
+static inline const char *plan_presets(void) {
+    static char sentence[512];
+    size_t n = (size_t)snprintf(sentence, sizeof sentence, "unknown preset; there are");
+    for (int i = 0; tkv_get_name(TKV_NAME_PRESET, i) && n < sizeof sentence; i++)
+        n += (size_t)snprintf(sentence + n, sizeof sentence - n, " %s", tkv_get_name(TKV_NAME_PRESET, i));
+    return sentence;
+}
+
 static inline const char *plan_word(tkv_config *cfg, const char *word, const char *value) {
     static const char *const fits[] = {"clip", "norm", "unbiased", NULL}, *const sides[] = {"k", "v", NULL};
     static const char *const kvquant[] = {"post-rope", "uniform",   "norm", "dense",
                                           "uniform-k", "uniform-v", NULL};
     int *number = plan_number(cfg, word);
     if (number) return plan_count(value, strlen(value), number) ? NULL : "it must be a number";
-    if (strcmp(word, "preset") == 0) return tkv_apply_preset(cfg, value) == TKV_OK ? NULL : "unknown preset";
+    if (strcmp(word, "preset") == 0) return tkv_apply_preset(cfg, value) == TKV_OK ? NULL : plan_presets();
     if (strcmp(word, "hot") == 0) return plan_tier(value, &cfg->tiers.hot_tokens, &cfg->tiers.hot);
     if (strcmp(word, "warm") == 0) return plan_tier(value, &cfg->tiers.warm_tokens, &cfg->tiers.warm);
     if (strcmp(word, "archive") == 0) return plan_tier(value, NULL, &cfg->tiers.archive);

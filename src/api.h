@@ -68,13 +68,13 @@ extern "C" {
     X(TKV_ERR_NOMEM, -3, "out of memory: the allocator returned NULL")                                       \
     X(TKV_ERR_CAPACITY, -4, "full: max_tokens, max_append or the caller's memory is used up")                \
     X(TKV_ERR_NONFINITE, -5, "NaN or infinity in k or v, and the config says to refuse them")                \
-    X(TKV_ERR_STATE, -6, "call out of order: see tkv_seq_begin, tkv_seq_commit, tkv_seq_abort")              \
+    X(TKV_ERR_STATE, -6, "not in this state: a step is open or missing, or the cache lacks what it needs")   \
     X(TKV_ERR_RANGE, -7, "these tokens are not in the cache")                                                \
     X(TKV_ERR_ISA, -9, "this instruction set was asked for by name and is not available here")               \
     X(TKV_ERR_BROKEN, -10, "self-check failed: the cache's memory was overwritten, or a bug")                \
     X(TKV_ERR_DATA, -11, "these bytes are damaged, of another version or of another model")                  \
     X(TKV_ERR_BUDGET, -12,                                                                                   \
-      "the budget is full: nothing can be stored more tightly (tkv_set_budget raises it)")                   \
+      "the budget is full: tkv_get_last_error says what the call needs, and what fills it")                  \
     X(TKV_ERR_IO, -13, "cfg.offload failed: blocks outside RAM could not be read or written")                \
     X(TKV_ERR_NO_SOURCE, -14,                                                                                \
       "nothing better is kept of these tokens, or they must be recomputed first: see tkv_seq_recompute")     \
@@ -535,7 +535,12 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 } tkv_format_options;
 
 typedef struct tkv_budget_config { /* see tkv_get_budget */
-    size_t bytes;                  /* limit of all memory that the cache holds, at any moment; 0: no budget */
+    /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
+     * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
+     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
+     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
+     * policy take more. A refused call says what it needs at least */
+    size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
     tkv_pressure_config pressure;
@@ -625,6 +630,7 @@ TKV_API tkv_config tkv_default_config(void);
  * TKV_NO_METER leaves them out.
  * KVQUANT keys ("kvquant-3", "by-context", "by-length", "adr", "extreme_context") need cfg.model.rope, or
  * TKV_KVQUANT_POST_ROPE in cfg.format.kvquant; else tkv_validate_config fails.
+ * tkv_get_name with TKV_NAME_PRESET lists all names. A config as text names them in the sentence of the error.
  * Errors: TKV_ERR_ARG (unknown name or NULL), nothing changed. */
 TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
 /* More presets for tkv_apply_preset, named as in other designs. Hot tokens, warm tokens and bits are those of the
@@ -647,6 +653,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
  * its value and the values that are allowed. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG        a field is wrong
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_UNSUPPORTED   a field needs what a TKV_NO_ switch leaves out of this build
  *   TKV_ERR_ARG           cfg is NULL */
 TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size);
@@ -663,7 +670,7 @@ TKV_API tkv_status tkv_create(const tkv_config *cfg, tkv_cache **out);
  * Errors, *out unchanged:
  *   TKV_ERR_CONFIG        tkv_validate_config rejects the config
  *   TKV_ERR_ISA           cfg.host.isa is not available
- *   TKV_ERR_BUDGET        cfg.budget.bytes has no room for an empty cache and its first tokens
+ *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes
  *   TKV_ERR_NOMEM         the allocator returned NULL, or the size exceeds this machine's address space
  *   TKV_ERR_UNSUPPORTED   a text, in a build with TKV_NO_REPORTS; or as tkv_validate_config
  *   TKV_ERR_ARG           out is missing, or both cfg and text are
@@ -759,6 +766,7 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
 /* >>attend. Computes causal attention of the last n tokens of a sequence over all tiers. Append these tokens first.
  * q is float [n][n_heads][head_dim], out is float [n][n_heads][v_head_dim]. Query head h reads KV head
  * h / (n_heads / n_kv_heads). It only reads the cache: any number of threads may call it while no thread writes.
+ * |values| above 1.1e35 / keys, in F32 and BF16, can give infinities (chapter 12 of the manual).
  * Errors: as tkv_attend_ex.
  * Cost: as tkv_attend_ex; no allocation; 128 KiB of stack or more (chapter 13 of the manual has a table). */
 TKV_API tkv_status tkv_attend(tkv_cache *kv, int seq, int layer, const float *q, int n, float *out);
@@ -846,8 +854,8 @@ typedef struct tkv_attend_params {
  * Source: arXiv 2307.08691, section 3 (online softmax, split over keys); kernels/scalar.h (scales folded into
  * queries and weights, integer products). */
 TKV_API tkv_status tkv_attend_ex(tkv_cache *kv, const tkv_attend_params *p);
-/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Calls that only read leave no sentence
- * in the cache, since several threads may make them.
+/* Says whether tkv_attend_ex would take these parameters now, and if not, why. Several threads may call it, and
+ * each gets its own sentence.
  *   reason   [size] or NULL: the sentence, cut to size; "" if the call is valid. With TKV_NO_REPORTS the text of the
  *            status
  * Errors: as tkv_attend_ex, those that only reading a block would find excepted. Cost: as a call without rows. */
@@ -877,7 +885,9 @@ TKV_API tkv_status tkv_attend_part(tkv_cache *kv, const tkv_attend_params *p, in
                                    void *workspace, size_t bytes);
 
 /* >>read. Decodes K and V of tokens start .. start+n-1 from any tier. k is [n][n_kv_heads][head_dim], v is
- * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache.
+ * [n][n_kv_heads][v_head_dim]; either may be NULL. It only reads the cache. Keys of tokens that have moved
+ * (tkv_seq_shift, tkv_seq_copy, tkv_seq_slide and others) come rotated to their present position, as if they had been
+ * appended there. To append such a row elsewhere, rotate it by the difference (tkv_rotate_rope).
  * Errors (TKV_ERR_IO and TKV_ERR_DATA leave k and v undefined, the others leave them unchanged):
  *   TKV_ERR_RANGE       a token is evicted, expired or not yet appended
  *   TKV_ERR_NO_SOURCE   a token is discarded: recompute it; or cfg.recompute failed
@@ -1016,7 +1026,7 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a token would get a negative position, after a shift
  *   TKV_ERR_NO_SOURCE     a token that stays is discarded
- *   TKV_ERR_CAPACITY      max_tokens is too small: no token of a layer would stay behind the sinks
+ *   TKV_ERR_CAPACITY      max_tokens, or keep_tokens, is too small: no token of a layer would stay behind the sinks
  *   TKV_ERR_STATE         a step is open
  *   TKV_ERR_ARG           no such sequence, or n
  *   TKV_ERR_NOMEM, TKV_ERR_BUDGET, TKV_ERR_CAPACITY   no memory for an entry, where a layer has fewer sinks than others
@@ -1339,7 +1349,8 @@ typedef struct tkv_seq_memory_info { /* bytes of a sequence's blocks in RAM, all
 } tkv_seq_memory_info;
 /* Reports what a sequence holds alone and what it shares. `own` and `share` of all sequences add up to the bytes of all
  * blocks, but for rounding. Pages, index and tables belong to the cache: see tkv_get_memory.
- * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence). */
+ * Errors: TKV_ERR_ARG (no such sequence, or out is missing). Cost: O(blocks of the sequence), and the same again for
+ * each block that other sequences hold too. */
 TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memory_info *out);
 
 /* >>pressure. A pressure controller turns pressures into a level of an ordered ladder. A pressure is usually bytes
@@ -1407,8 +1418,9 @@ TKV_API tkv_status tkv_get_budget(const tkv_cache *kv, tkv_budget_info *out);
 TKV_API tkv_status tkv_set_budget(tkv_cache *kv, size_t bytes);
 
 TKV_API const char *tkv_get_status_text(tkv_status s); /* a sentence about a status */
-/* Returns the error sentence of the last call that changes the cache; "" after a success. Attend, read and reports
- * set no sentence. */
+/* Returns the sentence of the last call that failed, or "" if a call that changes the cache has succeeded since. Calls
+ * that take a const tkv_cache leave it as it is, as do tkv_report_pressure and a success of tkv_attend or tkv_read. It
+ * is overwritten by the next failure: while several threads attend, ask tkv_validate_attend. */
 TKV_API const char *tkv_get_last_error(const tkv_cache *kv);
 
 /* ======== 2. CONTROL ======== >>control
@@ -1515,7 +1527,10 @@ TKV_API tkv_status tkv_report_pressure(tkv_cache *kv, float pressure);
 /* Forecasts tkv_get_memory for n_seqs sequences of n_tokens each, appended token by token. Allocates nothing. It knows
  * no states and no named sinks. If sequences are appended one after the other, the forecast is exact, with two
  * exceptions. The real `index` can be twice as large, because arrays keep the size to which they grew. `peak` equals
- * total. Prompts in large chunks have a higher peak, because a chunk is exact until the next append. With
+ * total, although a cache holds more on the way: exact blocks that wait for the first table, and a chunk, which is
+ * exact until the next append. Leave room for that: with 30 layers of 3 KV heads of 64 channels and the default plan,
+ * 512, 1,024 and 2,048 tokens one by one peak at 1.32, 1.13 and 1.08 times the forecast, and in chunks of 512 at 2.1,
+ * 2.1 and 1.75 times (tests/test_memory.c). With
  * cfg.evict.keep_tokens, the forecast limits n_tokens to it. With cfg.budget.pressure.min_level under a budget, the
  * cache can hold up to an eighth more, because blocks are recoded a few at a time. The forecast assumes that no
  * calibration is loaded. It has a version of the tables for each time that layers learn, up to four. The cache has

@@ -675,8 +675,9 @@
  *   Counting. All memory comes from cfg.host.allocator, as pages and a few growing tables. It is counted to the byte
  *   (tkv_get_memory). Pages hold blocks of one size, so blocks of different sizes do not fragment memory. tkv_attend
  *   never allocates. An append gets all memory that it needs before it stores a token. If that fails, no token is
- *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. tkv_seq_reset and tkv_seq_truncate
- *   give memory back: pages, and the ends of the tables.
+ *   stored. tkv_estimate_memory forecasts the bytes of a config without a cache. It forecasts the end: on the way, a
+ *   cache can hold twice as much (its comment has figures). tkv_seq_reset and tkv_seq_truncate give memory back: pages,
+ *   and the ends of the tables.
  *
  *   Several tenants. With cfg.host.wipe_freed = 1, keys and values are overwritten with zeros when their memory becomes
  *   free. After tkv_seq_reset nothing of a sequence remains in pages and work space. A reset took 6.3 ms in place of
@@ -1256,13 +1257,19 @@
  *   before products, 5e-3 with cfg.host.precise, else .2: the weights of a block's other keys are rounded by the
  *   largest one. These e are what the search found for heads of 64 channels, and some more.
  *
+ *   Very large values. F32 and BF16 store them exactly, but attention adds weights times values in floats before it
+ *   divides. With n keys, the bound above holds for |values| up to 3.4e38 / n, and for |keys| up to 1.6e38. Calls
+ *   with 16 or more query rows for a KV head take |values| up to 1.1e35 / n, because a weight can reach e^8 there.
+ *   Larger values can give an infinity. tkv_attend_reference adds in double and does not overflow.
+ *
  *
  * 13. ERRORS, THREADS, SIMD
  *
  *   Errors. Every function that can fail returns a tkv_status. After an error the cache is as it was, unless the
- *   comment of the function names an exception. tkv_get_last_error gives the sentence for the last mutating call.
- *   Where there is no cache yet, tkv_create_ex writes the sentence to a buffer of yours. The library never aborts and
- *   prints nothing. tkv_check tests all invariants of a cache, for tests and for suspicion.
+ *   comment of the function names an exception. tkv_get_last_error gives the sentence of the last call that failed.
+ *   While several threads attend, tkv_validate_attend gives each its own. Where there is no cache yet, tkv_create_ex
+ *   writes the sentence to a buffer of yours. The library never aborts and prints nothing. tkv_check tests all
+ *   invariants of a cache, for tests and for suspicion.
  *
  *   Threads. A cache allows one writer at a time. Readers may run side by side between writes: tkv_attend, tkv_read
  *   and everything that takes a const tkv_cache. Different caches are independent. The library has no global

@@ -12,7 +12,7 @@
  * TKV_OFF is -1 and TKV_UNLIMITED is -2, so every row tries them. Rows whose N is another sentinel try that one.
  *
  * In caches that a row does not name, any answer passes. In every cache an error must change nothing: lengths,
- * bytes, K and V, importance. tests/test_house.py compares the names in the rows with the functions that api.h
+ * bytes, K and V, importance. Before each call another one fails, and a failure must replace its sentence. tests/test_house.py compares the names in the rows with the functions that api.h
  * declares.
  */
 #include "../tieredkv.h"
@@ -194,6 +194,42 @@ static uint64_t hash_cache(rig *r) {
 
 static uint64_t hash_outputs(const rig *r) { return hash_of_words(HASH_START, &r->o, sizeof r->o); }
 
+/* >>sentences of errors. Before each call another one fails. A call that fails must leave a sentence of its own, if it
+ * takes a cache that is not const. */
+static const char older_sentence[] = "there is no sequence 12345";
+
+static void leave_older_sentence(tkv_cache *kv) {
+    CHECK_EQ(tkv_seq_truncate(kv, 12345, 0), TKV_ERR_ARG);
+    CHECK(strcmp(tkv_get_last_error(kv), older_sentence) == 0);
+}
+
+static void check_sentence(const tkv_cache *kv, const char *name, const char *argument, int x, int st) {
+    const char *sentence = tkv_get_last_error(kv);
+    if (st < 0)
+        CHECK_MSG(sentence[0] && strcmp(sentence, older_sentence) != 0, "%s, %s = %d: \"%s\"", name, argument,
+                  x, sentence);
+}
+
+/* Does a function take no cache, or a const one? Or is its sentence checked elsewhere (end_step)? */
+static int keeps_sentence(const char *name) {
+    static const char *const names[] = {
+        "tkv_apply_threshold",  "tkv_bound_score",      "tkv_compute_score",      "tkv_copy_thresholds",
+        "tkv_decide_discard",   "tkv_decode_block",     "tkv_encode_block",       "tkv_estimate_context",
+        "tkv_estimate_memory",  "tkv_find_name",        "tkv_find_thresholds",    "tkv_get_advice",
+        "tkv_get_append_bytes", "tkv_get_attend_bytes", "tkv_get_block_bytes",    "tkv_get_feedback",
+        "tkv_get_layer",        "tkv_get_level",        "tkv_get_positions",      "tkv_get_quality",
+        "tkv_get_tiers",        "tkv_init_feedback",    "tkv_init_pressure",      "tkv_init_remat",
+        "tkv_parse_config",     "tkv_parse_thresholds", "tkv_print_config",       "tkv_print_report",
+        "tkv_print_thresholds", "tkv_put_threshold",    "tkv_rotate_rope",        "tkv_select_victims",
+        "tkv_seq_abort",        "tkv_seq_commit",       "tkv_seq_find_discarded", "tkv_seq_get_memory",
+        "tkv_seq_get_state",    "tkv_seq_list_blocks",  "tkv_seq_list_states",    "tkv_split_evict_budget",
+        "tkv_update_importance"};
+    int i;
+    for (i = 0; i < COUNT(names); i++)
+        if (strcmp(name, names[i]) == 0) return 1;
+    return 0;
+}
+
 /* >>rows */
 static int value_to_try(int i, int n) {
     const int values[] = {INT_MIN, -2, -1, n, n < INT_MAX ? n + 1 : n, INT_MAX, 1, 2};
@@ -223,6 +259,7 @@ static void check_result(rig *r, const char *name, const char *argument, int cac
                          char want, int got) {
     char reason[200] = "";
     uint64_t state_hash;
+    if (!keeps_sentence(name)) check_sentence(r->kv, name, argument, x, got);
     CHECK_MSG(!(caches & r->kind) || is_right(want, got), "%s, %s = %d, cache %d: %d (%s), not %c: %s", name,
               argument, x, r->kind, got, tkv_get_status_text((tkv_status)got), want,
               tkv_get_last_error(r->kv));
@@ -248,6 +285,7 @@ static void check_result(rig *r, const char *name, const char *argument, int cac
         for (i_ = 0; want_[i_]; i_++) {                                                                      \
             const int x = value_to_try(i_, (n));                                                             \
             if (want_[i_] == '.') continue;                                                                  \
+            leave_older_sentence(r->kv);                                                                     \
             prepare_outputs(r);                                                                              \
             check_result(r, name, argument, caches, untouched, x, want_[i_], (int)(call));                   \
         }                                                                                                    \
@@ -425,7 +463,9 @@ static int end_step(rig *r, tkv_status (*step)(tkv_cache *, int), int x) {
     tkv_status st;
     if (tkv_seq_begin(r->kv, 0) != TKV_OK) return TKV_ERR_BROKEN;
     r->state_hash = hash_cache(r); /* tkv_seq_begin may recode blocks */
+    leave_older_sentence(r->kv);
     st = step(r->kv, x);
+    check_sentence(r->kv, "the end of a step", "seq", x, st);
     (void)tkv_seq_abort(r->kv, 0);
     return st;
 }
@@ -1614,6 +1654,209 @@ static void try_all(int kind) {
     free(r);
 }
 
+/* >>failures without a number out of range */
+#define FAILS(want, call)                                                                                    \
+    do {                                                                                                     \
+        int st_;                                                                                             \
+        leave_older_sentence(kv);                                                                            \
+        st_ = (int)(call);                                                                                   \
+        CHECK_MSG(st_ == (want), "%s: %d", #call, st_);                                                      \
+        check_sentence(kv, #call, "cache", r->kind, st_);                                                    \
+    } while (0)
+
+/* Pointers that are missing, and memory that is too small. */
+static void lack_pointers(rig *r) {
+    tkv_cache *kv = r->kv;
+    outputs *o = &r->o;
+    static uint64_t space[1 << 10];
+    tkv_append_params append;
+    tkv_attend_params attend;
+    tkv_save_params save;
+    tkv_load_params load;
+    tkv_prefix_params prefix;
+    memset(&append, 0, sizeof append);
+    memset(&attend, 0, sizeof attend);
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    memset(&prefix, 0, sizeof prefix);
+    FAILS(TKV_ERR_ARG, tkv_append(kv, 0, 0, NULL, v_in, 1));
+    FAILS(TKV_ERR_ARG, tkv_append_ex(kv, NULL));
+    FAILS(TKV_ERR_ARG, tkv_append_part(kv, NULL, 0, 1, space, sizeof space));
+    memset(space, 0, sizeof space);
+    FAILS(TKV_ERR_ARG, tkv_append_part(kv, &append, 0, 1, NULL, 0));
+    FAILS(TKV_ERR_CAPACITY, tkv_append_part(kv, &append, 0, 1, space, 9));
+    FAILS(TKV_ERR_ARG, tkv_attend(kv, 0, 0, NULL, 1, o->out));
+    FAILS(TKV_ERR_ARG, tkv_attend_ex(kv, NULL));
+    FAILS(TKV_ERR_ARG, tkv_attend_reference(kv, NULL));
+    FAILS(TKV_ERR_ARG, tkv_attend_part(kv, NULL, 0, 1, space, sizeof space));
+    attend.n = 1;
+    attend.q = q_in;
+    attend.out = o->out;
+    FAILS(TKV_ERR_CAPACITY, tkv_attend_part(kv, &attend, 0, 1, space, 9));
+    FAILS(TKV_ERR_ARG, tkv_read_tokens(kv, 0, 0, NULL, 1, o->k, o->v));
+    FAILS(TKV_ERR_ARG, tkv_seq_reorder(kv, 0, NULL, 2));
+    FAILS(TKV_ERR_ARG, tkv_seq_keep(kv, 0, 0, NULL, 1));
+    FAILS(TKV_ERR_ARG, tkv_seq_put_state(kv, 0, 0, 1, NULL, 9));
+    FAILS(TKV_ERR_ARG, tkv_seq_save(kv, NULL, o->code, 9, &o->bytes));
+    FAILS(TKV_ERR_ARG, tkv_seq_save(kv, &save, NULL, 9, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_save_to(kv, NULL, ignore_bytes, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_save_to(kv, &save, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_load(kv, NULL, o->code, 9, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_load(kv, &load, NULL, 9, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_load_from(kv, NULL, 9, give_zeros, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_load_from(kv, &load, 9, NULL, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_get_prefix_hash(kv, NULL, 0, NULL));
+    FAILS(TKV_ERR_ARG, tkv_get_prefix_hash(kv, &prefix, 0, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_publish_prefix(kv, NULL, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_adopt_prefix(kv, NULL, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_evict(kv, NULL));
+    FAILS(r->kind == PLAIN ? TKV_ERR_CONFIG : TKV_ERR_ARG, tkv_get_importance(kv, 0, 0, 0, 9, NULL, NULL));
+    FAILS(r->kind == PLAIN ? TKV_ERR_CONFIG : TKV_ERR_ARG, tkv_add_scores(kv, 0, 0, 0, 9, NULL));
+    FAILS(r->kind == PLAIN ? TKV_ERR_CONFIG : TKV_ERR_ARG, tkv_find_top_tokens(kv, 0, 0, 9, 0, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_promote_important(kv, 0, 0, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_recompute(kv, 0, NULL, 0, NULL, NULL, NULL));
+    FAILS(TKV_ERR_ARG, tkv_seq_free_bytes(kv, 0, NULL, .5f, 9, NULL, NULL, 0, NULL));
+    FAILS(TKV_ERR_ARG, tkv_load_calibration(kv, NULL, 9));
+    FAILS(TKV_ERR_DATA, tkv_load_calibration(kv, o->code, sizeof o->code));
+    FAILS(TKV_ERR_ARG, tkv_fit_calibration(kv, NULL));
+    FAILS(TKV_ERR_ARG, tkv_adapt_plan(kv, NULL, NULL));
+}
+
+/* Calls at the wrong time. A step of sequence 0 is open in the second half. */
+static void come_at_a_wrong_time(rig *r) {
+    tkv_cache *kv = r->kv;
+    tkv_save_params save;
+    tkv_load_params load;
+    int n;
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    FAILS(TKV_ERR_STATE, tkv_seq_commit(kv, 0));
+    FAILS(TKV_ERR_STATE, tkv_seq_abort(kv, 0));
+    FAILS(TKV_ERR_STATE, tkv_seq_load(kv, &load, r->o.code, 99, NULL));
+    CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+    FAILS(TKV_ERR_STATE, tkv_seq_begin(kv, 0));
+    FAILS(TKV_ERR_STATE, tkv_seq_truncate(kv, 0, 9));
+    FAILS(TKV_ERR_STATE, tkv_seq_fork(kv, 0, 1, 9));
+    FAILS(TKV_ERR_STATE, reorder(r, 0, 2, 1));
+    FAILS(TKV_ERR_STATE, tkv_seq_remove(kv, 0, 0, 9));
+    FAILS(TKV_ERR_STATE, tkv_seq_shift(kv, 0, 0, 9, 1));
+    FAILS(TKV_ERR_STATE, tkv_seq_copy(kv, 0, 0, 9, 1, 0));
+    FAILS(TKV_ERR_STATE, tkv_seq_keep(kv, 0, 9, NULL, 0));
+    FAILS(TKV_ERR_STATE, tkv_seq_slide(kv, 0, 9, &n));
+    FAILS(TKV_ERR_STATE, tkv_seq_flush(kv, 0, TKV_FLUSH_ALL));
+    FAILS(TKV_ERR_STATE, tkv_seq_save_to(kv, &save, ignore_bytes, NULL));
+    FAILS(TKV_ERR_STATE, tkv_freeze_calibration(kv));
+    FAILS(TKV_ERR_STATE, tkv_refresh_calibration(kv));
+    FAILS(TKV_ERR_STATE, tkv_seq_pin(kv, 0, 0, 9, TKV_UNLIMITED));
+    CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+}
+
+/* What the cache was not created for. */
+static void ask_for_what_is_off(rig *r) {
+    tkv_cache *kv = r->kv;
+    int n;
+    FAILS(TKV_ERR_STATE, tkv_seq_pin(kv, 0, 0, 9, TKV_UNLIMITED));
+    CHECK(strstr(tkv_get_last_error(kv), "cfg.evict.policy"));
+    FAILS(TKV_ERR_STATE, evict_tokens(kv, 0, TKV_ALL_LAYERS, bits_in, 9));
+    CHECK(strstr(tkv_get_last_error(kv), "no eviction policy") &&
+          strstr(tkv_get_last_error(kv), "cfg.evict.policy"));
+    FAILS(TKV_ERR_ARG, tkv_set_budget(kv, 1 << 20));
+    FAILS(TKV_ERR_ARG, tkv_offload(kv, 0, 0, 1, &n));
+    FAILS(TKV_ERR_RANGE, tkv_read(kv, 0, 3, 0, 1, r->o.k, r->o.v)); /* expired */
+}
+
+/* Runs a call of each kind that allocates, with an allocator that refuses request fail_at. */
+static tkv_status allocate_something(tkv_cache *kv, int call) {
+    static uint8_t saved[1 << 20];
+    static size_t size;
+    const int index = 350;
+    tkv_save_params save;
+    tkv_load_params load;
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    load.seq = 2;
+    switch (call) {
+    case 0: return tkv_append(kv, 1, 0, k_in, v_in, CHUNK);
+    case 1: return tkv_seq_fork(kv, 0, 2, TKV_UNLIMITED);
+    case 2: return tkv_seq_copy(kv, 0, 0, 200, 2, 0);
+    case 3: return tkv_seq_shift(kv, 0, 100, TKV_UNLIMITED, 9);
+    case 4: return tkv_seq_reserve(kv, 1, CHUNK);
+    case 5: return tkv_seq_put_state(kv, 0, 1, 9, k_in, 9);
+    case 6: return tkv_seq_save(kv, &save, saved, sizeof saved, &size);
+    case 7: return tkv_seq_load(kv, &load, saved, size, NULL);
+    case 8: return tkv_seq_keep(kv, 0, 310, &index, 1);
+    case 9: return tkv_freeze_calibration(kv);
+    case 10: return tkv_seq_begin(kv, 0);
+    default: return tkv_refresh_calibration(kv);
+    }
+}
+
+static void lack_memory(void) {
+    int call, fail_at, n_refused = 0, n_kinds = 0;
+    for (call = 0; call < 12; call++) {
+        tkv_status st = TKV_ERR_NOMEM;
+        int n = 0;
+        for (fail_at = 1; st && fail_at < 40; fail_at++) {
+            counting_allocator allocator;
+            tkv_config cfg = make_sized_config(2, HEADS, 1, DIM, SEQS + 1, CHUNK);
+            tkv_cache *kv;
+            int at, layer;
+            cfg.model.rope.dim = DIM;
+            cfg.tiers.archive = pair_of(TKV_KVQUANT3, TKV_R20);
+            cfg.host.allocator = counting_allocator_of(&allocator);
+            kv = create_cache(&cfg);
+            for (at = 0; at < 384; at += CHUNK)
+                for (layer = 0; layer < 2; layer++)
+                    CHECK_EQ(tkv_append(kv, 0, layer, k_in + at * DIM, v_in + at * DIM, CHUNK), TKV_OK);
+            if (call == 7) CHECK_EQ(allocate_something(kv, 6), TKV_OK);
+            leave_older_sentence(kv);
+            allocator.fail_at = fail_at;
+            st = allocate_something(kv, call);
+            check_sentence(kv, "allocate_something", "call", call, st);
+            CHECK_MSG(st == TKV_OK || st == TKV_ERR_NOMEM, "call %d: %d, %s", call, (int)st,
+                      tkv_get_last_error(kv));
+            n += st != TKV_OK;
+            allocator.fail_at = 0;
+            tkv_destroy(kv);
+        }
+        CHECK_EQ(st, TKV_OK);
+        n_refused += n;
+        n_kinds += n > 0;
+    }
+    CHECK(n_refused >= 15 && n_kinds >= 7);
+}
+
+TEST(failures_leave_their_own_sentence) {
+    static const int kinds[] = {PLAIN, EVICT, BUDGET};
+    int i, n;
+    for (i = 0; i < COUNT(kinds); i++) {
+        rig *r = (rig *)calloc(1, sizeof *r);
+        if (!r) exit(2);
+        r->kind = kinds[i];
+        configure_cache(r);
+        build_cache(r);
+        lack_pointers(r);
+        if (r->kind == EVICT) come_at_a_wrong_time(r);
+        if (r->kind == PLAIN) ask_for_what_is_off(r);
+        if (r->kind == BUDGET) { /* a store that fails, or gives other bytes */
+            tkv_cache *kv = r->kv;
+            r->store.fail_read = 1;
+            FAILS(TKV_ERR_IO, tkv_attend(kv, 0, 0, q_in, 1, r->o.out));
+            r->store.fail_read = 1;
+            FAILS(TKV_ERR_IO, tkv_read(kv, 0, 0, 0, 99, r->o.k, r->o.v));
+            r->store.corrupt_read = 1;
+            FAILS(TKV_ERR_DATA, tkv_attend(kv, 0, 0, q_in, 1, r->o.out));
+            FAILS(TKV_ERR_BUDGET, tkv_set_budget(kv, 1000));
+            CHECK_EQ(tkv_offload(kv, 0, TKV_ALL_LAYERS, 1, &n), TKV_OK);
+            CHECK(strcmp(tkv_get_last_error(kv), "") == 0); /* a success ends it */
+        }
+        destroy_cache(r);
+        if (r->cfg.offload.write) destroy_test_store(&r->store);
+        free(r);
+    }
+    lack_memory();
+}
+
 TEST(plain_cache) { try_all(PLAIN); }
 TEST(offloaded_blocks) {
     if (tkv_test_quick()) SKIP("slow under emulators");
@@ -1637,6 +1880,7 @@ int main(int argc, char **argv) {
         bits_in[i] = tkv_rng_u64(&rng);
     }
     tkv_test_begin(argc, argv);
+    RUN(failures_leave_their_own_sentence);
     RUN(plain_cache);
     RUN(offloaded_blocks);
     RUN(discarded_blocks);

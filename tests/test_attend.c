@@ -2507,6 +2507,115 @@ TEST(mixed_tiers_share_attention_fairly) {
     CHECK_MSG(plain < -.025, "2 bits between minimum and maximum: %.5f", plain);
 }
 
+/* >>the largest values of exact tiers in chapter 12: |v| to 3.4e38 / keys, as their sum is a float, or 1.1e35 / keys
+ * with 16 query rows or more for a KV head; |k| to 1.6e38 */
+enum { EXTREME_TOKENS = 2600, EXTREME_ROWS = 20, EXTREME_DIM = 80 };
+
+static void run_in_order(void *user, int n, tkv_task task, void *ctx) {
+    (void)user;
+    while (n-- > 0) task(ctx, n);
+}
+
+/* The newest `rows` queries of n tokens against the reference. keys: 0: zeros; 1: logits of unit size; 2: the largest
+ * keys, and queries that are small, but normal. */
+static void check_large_values(tkv_isa isa, tkv_format format, int dim, int n, int rows, int keys,
+                               tkv_rng *rng) {
+    static float k[EXTREME_TOKENS * EXTREME_DIM], v[EXTREME_TOKENS * EXTREME_DIM],
+        q[EXTREME_ROWS * EXTREME_DIM], out[EXTREME_ROWS * EXTREME_DIM], want[EXTREME_ROWS * EXTREME_DIM];
+    const float most_summed = rows < 16 ? 3.38e38f : 1.13e35f; /* prefill: weights reach e^8 */
+    const float most = most_summed / (float)n, largest_key = keys == 2 ? 1.6e38f : 1.0f;
+    tkv_config cfg = make_sized_config(1, 1, 1, dim, 1, n);
+    tkv_attend_params p;
+    tkv_cache *kv;
+    double worst = 0.0, logit[EXTREME_ROWS]; /* worst error, in parts of its bound; L of each row */
+    int i;
+    cfg.host.isa = isa;
+    cfg.host.parallel_for = run_in_order;
+    cfg.tiers.hot = pair_of(format, format);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    for (i = 0; i < n * dim; i++) {
+        v[i] = i / dim % 7 == 6 ? -most : most;
+        k[i] = keys == 0 ? 0.0f : tkv_rng_below(rng, 2) ? largest_key : -largest_key;
+    }
+    tkv_rng_fill(rng, q, (size_t)(rows * dim), 1.0);
+    for (i = 0; i < rows * dim; i++) {
+        double *sum = &logit[i / dim];
+        if (keys == 2) q[i] *= 4.0f / largest_key;
+        *sum = (i % dim ? *sum : 0.0) + fabs((double)q[i]) * (double)(keys ? largest_key : 0.0f) / sqrt(dim);
+    }
+    kv = create_cache(&cfg);
+    CHECK_EQ(tkv_append(kv, 0, 0, k, v, n), TKV_OK);
+    memset(&p, 0, sizeof p);
+    p.n = rows;
+    p.q = q;
+    p.out = out;
+    p.non_causal = 1; /* each query sees all keys */
+    CHECK_EQ(tkv_attend_ex(kv, &p), TKV_OK);
+    p.out = want;
+    CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
+    for (i = 0; i < rows * dim; i++) {
+        const double e =
+            fabs((double)out[i] - (double)want[i]) / (1e-5 * (1.0 + logit[i / dim]) * (double)most);
+        worst = e <= worst ? worst : e; /* NaN counts */
+    }
+    CHECK_MSG(worst <= 1.0, "%s, %s, %d channels, %d keys, %d rows, keys %d: %g of the bound",
+              tkv_get_name(TKV_NAME_ISA, (int)isa), tkv_get_name(TKV_NAME_FORMAT, (int)format), dim, n, rows,
+              keys, worst);
+    tkv_destroy(kv);
+}
+
+TEST(the_largest_values_do_not_overflow) {
+    static const int counts[] = {1, 2, 3, 64, 65, 330, EXTREME_TOKENS}, dims[] = {1, 16, EXTREME_DIM};
+    static const tkv_format formats[] = {TKV_F32, TKV_BF16};
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
+    tkv_rng rng = tkv_rng_seed(92);
+    int i, f, c, d, keys;
+    for (i = 0; i < n_isas; i++)
+        for (f = 0; f < COUNT(formats); f++)
+            for (c = 0; c < COUNT(counts); c++)
+                for (d = 0; d < COUNT(dims); d++)
+                    for (keys = 0; keys < 3; keys++) {
+                        check_large_values(isas[i], formats[f], dims[d], counts[c], 1, keys, &rng);
+                        if (counts[c] >= EXTREME_ROWS && (counts[c] < EXTREME_TOKENS || !tkv_test_quick()))
+                            check_large_values(isas[i], formats[f], dims[d], counts[c], EXTREME_ROWS, keys,
+                                               &rng);
+                    }
+}
+
+/* Beyond them the sum overflows: the output is an infinity, not another finite number. */
+TEST(larger_values_give_an_infinity) {
+    static const int counts[] = {2, 64, 330};
+    static const tkv_format formats[] = {TKV_F32, TKV_BF16};
+    enum { MOST = 330, DIM_HERE = 16 };
+    static float k[MOST * DIM_HERE], v[MOST * DIM_HERE], q[DIM_HERE], out[DIM_HERE];
+    tkv_isa isas[TKV_ISA_COUNT];
+    const int n_isas = tkv_test_isas(isas);
+    int i, f, c, j;
+    for (i = 0; i < n_isas; i++)
+        for (f = 0; f < COUNT(formats); f++)
+            for (c = 0; c < COUNT(counts); c++) {
+                tkv_config cfg = make_sized_config(1, 1, 1, DIM_HERE, 1, MOST);
+                tkv_attend_params p;
+                tkv_cache *kv;
+                cfg.host.isa = isas[i];
+                cfg.tiers.hot = pair_of(formats[f], formats[f]);
+                cfg.tiers.hot_tokens = TKV_UNLIMITED;
+                kv = create_cache(&cfg);
+                for (j = 0; j < MOST * DIM_HERE; j++) v[j] = j % 2 ? 3e38f : -3e38f;
+                CHECK_EQ(tkv_append(kv, 0, 0, k, v, counts[c]), TKV_OK);
+                CHECK_EQ(tkv_attend(kv, 0, 0, q, 1, out), TKV_OK);
+                for (j = 0; j < DIM_HERE; j++) CHECK(j % 2 ? out[j] > 3.4e38f : out[j] < -3.4e38f);
+                memset(&p, 0, sizeof p);
+                p.n = 1;
+                p.q = q;
+                p.out = out;
+                CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
+                for (j = 0; j < DIM_HERE; j++) CHECK(fabs((double)out[j]) < 3.1e38);
+                tkv_destroy(kv);
+            }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(covering_array_of_cases);
@@ -2540,5 +2649,7 @@ int main(int argc, char **argv) {
     RUN(outlier_newest_key);
     RUN(unanswerable_calls_are_refused);
     RUN(mixed_tiers_share_attention_fairly);
+    RUN(the_largest_values_do_not_overflow);
+    RUN(larger_values_give_an_infinity);
     return tkv_test_end();
 }

@@ -135,7 +135,7 @@ TEST(a_small_budget_holds_150_tokens) {
         }
     CHECK_EQ(st, TKV_ERR_BUDGET);
     CHECK_LE(150, t - 1);
-    CHECK(strstr(tkv_get_last_error(kv), "of those held are"));
+    CHECK(strstr(tkv_get_last_error(kv), " held are "));
     largest = strtoul(strchr(tkv_get_last_error(kv), ';') + 1, NULL, 10);
     CHECK_LE(cfg.budget.bytes / 5, largest); /* of five parts */
     CHECK_LE(largest, cfg.budget.bytes);
@@ -1736,6 +1736,132 @@ TEST(config_names_the_wrong_field) {
 
 /* Sequences that end before the age of the archive reach it under pressure. Their codes need tables as well: without
  * one, heads of 12 channels overlapped. */
+/* >>the budgets that a sentence names: the least, of an empty cache, and one that is enough for 128 tokens of one
+ * sequence, one at a time; with a policy for any number */
+enum { LEAST_PLANS = 20, LEAST_LAYERS = 6 };
+
+static void run_in_order(void *user, int n, tkv_task task, void *ctx) {
+    (void)user;
+    while (n-- > 0) task(ctx, n);
+}
+
+/* Plans of many kinds. layers, ladder: memory that the config points to. */
+static tkv_config make_least_plan(int i, tkv_layer_config *layers, tkv_level *ladder) {
+    tkv_config cfg =
+        make_sized_config(1 + i % LEAST_LAYERS, 4, 1 + i % 2, 16 * (1 + i % 4), 1 + i % 3, 1 + 63 * (i % 2));
+    memset(layers, 0, LEAST_LAYERS * sizeof *layers);
+    memset(ladder, 0, 2 * sizeof *ladder);
+    cfg.model.rope.dim = 16;
+    switch (i) {
+    case 1: cfg.host.parallel_for = run_in_order; break;
+    case 2: CHECK_EQ(tkv_apply_preset(&cfg, "kvquant-3"), TKV_OK); break;
+    case 3: cfg.tiers.archive = pair_of(TKV_KIVI2, TKV_KIVI2); break;
+    case 4: cfg.meter.heads = 2; break;
+    case 5:
+        cfg.layers = layers;
+        layers[1].window = 100;
+        layers[2].no_cache = 1;
+        layers[3].share_kv = 1;
+        layers[4].n_kv_heads = 4;
+        layers[5].head_dim = 16;
+        break;
+    case 6: cfg.limits.max_tokens = 100; break;
+    case 7: cfg.tiers.sink_tokens = TKV_OFF; break;
+    case 8: cfg.tiers.sink_tokens = 64; break;
+    case 9: cfg.tiers.n_anchors = 40; break;
+    case 10: CHECK_EQ(tkv_apply_preset(&cfg, "squat"), TKV_OK); break;
+    case 11: cfg.tiers.hot = pair_of(TKV_F32, TKV_F32); break;
+    case 12: cfg.tiers.archive = pair_of(TKV_SUBSPACE2, TKV_SUBSPACE2); break;
+    case 13:
+        cfg.budget.ladder = ladder;
+        cfg.budget.n_levels = 2;
+        ladder[0].warm = ladder[0].archive = pair_of(TKV_Q8, TKV_Q8);
+        ladder[1].warm = ladder[1].archive = pair_of(TKV_INT4, TKV_FP4);
+        break;
+    case 14: cfg.budget.pressure.profile = TKV_PROFILE_FP16_ONLY; break;
+    case 15: cfg.importance.sample_every = 1; break;
+    case 16: cfg.model.n_layers = 40, cfg.model.n_kv_heads = 1; break;
+    case 17: cfg.limits.max_seqs = 50; break;
+    case 18: cfg.tiers.hot_tokens = TKV_UNLIMITED; break;
+    case 19: cfg.limits.max_tokens = 200; break;
+    default: break;
+    }
+    return cfg;
+}
+
+/* The number that a sentence has behind `word`. */
+static size_t number_behind(const char *sentence, const char *word) {
+    const char *at = strstr(sentence, word);
+    CHECK_MSG(at, "%s", sentence);
+    return at ? (size_t)strtoull(at + strlen(word), NULL, 10) : 0;
+}
+
+static void check_named_budgets(int plan, tkv_evict_policy policy, int begins_with_least, int *n_refused) {
+    tkv_layer_config layers[LEAST_LAYERS];
+    tkv_level ladder[2];
+    tkv_config cfg = make_least_plan(plan, layers, ladder);
+    const int max_tokens = cfg.limits.max_tokens ? cfg.limits.max_tokens : 1 << 30;
+    const int promised = policy ? 256 : 128, most = policy ? tkv_test_quick() ? 500 : 1500 : 4000;
+    char reason[200], again[200];
+    size_t least, enough, raised;
+    counting_allocator p;
+    tkv_cache *kv;
+    int t, l, tries, refused = 0;
+    cfg.evict.policy = policy;
+    cfg.host.allocator = counting_allocator_of(&p);
+    cfg.budget.bytes = 1000;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_BUDGET);
+    CHECK_EQ(tkv_create_ex(&cfg, NULL, 0, &kv, again, sizeof again), TKV_ERR_BUDGET);
+    CHECK_STR(reason, again);
+    CHECK_EQ(number_behind(reason, "for the first "), promised < max_tokens ? promised : max_tokens);
+    least = number_behind(reason, "it must be at least ");
+    enough = number_behind(reason, "for an empty cache; ");
+    CHECK(least > 0 && least < enough);
+    cfg.budget.bytes = least - 1;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_BUDGET);
+    cfg.budget.bytes = raised = begins_with_least ? least : enough;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_OK);
+    kv = create_cache(&cfg);
+    for (t = 0; t < most && t < max_tokens && refused < 3; t++)
+        for (l = 0; l < cfg.model.n_layers; l++) {
+            tkv_status st;
+            if (cfg.layers && (cfg.layers[l].no_cache || cfg.layers[l].share_kv)) continue;
+            st = tkv_append(kv, 0, l, k_in + t % 200 * 64, v_in + t % 190 * 64, 1);
+            if (st) {
+                CHECK_MSG(st == TKV_ERR_BUDGET && (begins_with_least || (!policy && t >= promised)),
+                          "plan %d, policy %d: token %d, %s", plan, (int)policy, t, tkv_get_last_error(kv));
+                refused++;
+            }
+            for (tries = 0; st == TKV_ERR_BUDGET && tries < 4; tries++) { /* it says what it needs at least */
+                const size_t needed = number_behind(tkv_get_last_error(kv), "the call needs at least ");
+                CHECK(needed > raised && needed <= enough + 100000);
+                raised = needed;
+                CHECK_EQ(tkv_set_budget(kv, raised), TKV_OK);
+                st = tkv_append(kv, 0, l, k_in + t % 200 * 64, v_in + t % 190 * 64, 1);
+            }
+            CHECK_MSG(!st, "plan %d: token %d, %.0f bytes: %s", plan, t, (double)raised,
+                      tkv_get_last_error(kv));
+            CHECK(p.held <= raised);
+        }
+    *n_refused += refused;
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
+TEST(named_budgets_are_enough) {
+    static const tkv_evict_policy policies[] = {TKV_EVICT_NONE, TKV_EVICT_SLIDING, TKV_EVICT_H2O};
+    int plan, i, n_refused = 0;
+    fill_inputs(HOPELESS);
+    for (plan = 0; plan < LEAST_PLANS; plan++)
+        for (i = 0; i < COUNT(policies); i++) {
+            if (plan == 18)
+                continue; /* under a budget the ladder codes, so hot_tokens without end is refused */
+            check_named_budgets(plan, policies[i], 0, &n_refused);
+            check_named_budgets(plan, policies[i], 1, &n_refused);
+        }
+    CHECK(n_refused > 150);
+}
+
 TEST(short_sequences_are_archived) {
     enum { N = 96, SMALL_ROW = KV_HEADS * 12 };
     tkv_config cfg = make_sized_config(2, KV_HEADS, KV_HEADS, 12, SEQS, N);
@@ -1807,6 +1933,7 @@ int main(int argc, char **argv) {
     RUN(levels_that_are_in_no_order);
     RUN(quality_chooses_no_level_by_length);
     RUN(config_names_the_wrong_field);
+    RUN(named_budgets_are_enough);
     RUN(short_sequences_are_archived);
     return tkv_test_end();
 }

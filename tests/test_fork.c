@@ -469,7 +469,7 @@ TEST(own_bytes_are_told_from_shared_ones) {
     tkv_config cfg = make_sized_config(WIDE_LAYERS, 8, 2, 64, N + 1, 64);
     tkv_seq_memory_info m, before;
     tkv_cache *kv;
-    size_t n_tokens;
+    size_t n_tokens, of_tiers = 0;
     int i;
     cfg.model.rope.dim = 64;
     kv = create_cache(&cfg);
@@ -505,6 +505,28 @@ TEST(own_bytes_are_told_from_shared_ones) {
     CHECK(m.shared == 0 && m.share == 0);
     CHECK_EQ(tokens_held(kv), WIDE_LAYERS * 552); /* also of blocks with two entries */
     check_bytes_add_up(kv, N);
+    /* tokens copied back: the list holds their blocks twice, and not as neighbours */
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &before), TKV_OK);
+    CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_copy(kv, 1, 20, 300, 0, 700), TKV_OK);
+    check_bytes_add_up(kv, N);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &m), TKV_OK);
+    CHECK(m.own == 0);
+    CHECK_EQ(m.shared, before.own);
+    CHECK(m.share > before.own / 2); /* more of the holders are this sequence's */
+    CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    check_bytes_add_up(kv, N);
+    CHECK_EQ(tkv_seq_get_memory(kv, 0, &m), TKV_OK);
+    CHECK_EQ(m.own, before.own);
+    CHECK(m.shared == 0 && m.share == 0);
+    for (i = 0; i < WIDE_LAYERS; i++) {
+        tkv_layer_info info;
+        int tier;
+        CHECK_EQ(tkv_get_layer(kv, 0, i, &info), TKV_OK);
+        for (tier = 0; tier < TKV_TIER_COUNT; tier++)
+            of_tiers += info.memory.tier[tier].codes + info.memory.tier[tier].metadata;
+    }
+    CHECK_EQ(of_tiers, before.own);
     CHECK_EQ(tkv_seq_get_memory(kv, N + 1, &m), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_get_memory(kv, 0, NULL), TKV_ERR_ARG);
     CHECK_EQ(tkv_seq_get_memory(NULL, 0, &m), TKV_ERR_ARG);

@@ -208,7 +208,7 @@ class Patched(unittest.TestCase):
     def test_refused(self):
         tiered = self.build("tiered.c", ["-O3"])
         for plan, text, sentence in (("preset = best", "", "no cache: line 1: preset is best; it must be the name of a preset"),
-                                     ("tiers.hot = q8", "", "no cache: line 1: tiers.hot.k is 4; the hot tier takes"),
+                                     ("tiers.hot = q8", "", "no cache: line 1: tiers.hot.k is 4, which is q8; the hot tier takes"),
                                      ("limits.max_tokens = 9", "Once upon a time", "max_tokens leaves room for 0 more tokens")):
             said = self.run_program(tiered, "stories260K.bin", "-k", plan, status=1)
             self.assertIn(sentence, said[1])

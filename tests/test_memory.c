@@ -497,6 +497,39 @@ static void check_each_failure(int kind, int more, int stride) {
     free_snapshot(&end);
 }
 
+/* The figures of the comment on tkv_estimate_memory: what a cache holds on the way, in parts of the forecast. */
+TEST(peaks_are_as_the_forecast_says) {
+    enum { SHAPE_LAYERS = 30, SHAPE_ROW = 3 * 64, LARGEST_CHUNK = 512 };
+    static const struct {
+        int n_tokens, chunk;
+        double peak;
+    } rows[] = {{512, 1, 1.32},  {1024, 1, 1.13},  {2048, 1, 1.08},
+                {512, 512, 2.1}, {1024, 512, 2.1}, {2048, 512, 1.75}};
+    static float x[LARGEST_CHUNK * SHAPE_ROW];
+    tkv_rng rng = tkv_rng_seed(93);
+    int i, t, l;
+    tkv_rng_fill(&rng, x, LARGEST_CHUNK * SHAPE_ROW, 1.0);
+    for (i = 0; i < COUNT(rows); i++) {
+        tkv_config cfg = make_sized_config(SHAPE_LAYERS, 9, 3, 64, 1, 512);
+        counting_allocator p;
+        tkv_memory_info m;
+        tkv_cache *kv;
+        double ratio;
+        if (tkv_test_quick() && rows[i].n_tokens > 512) continue;
+        cfg.limits.max_tokens = 8192;
+        CHECK_EQ(tkv_estimate_memory(&cfg, rows[i].n_tokens, 1, &m), TKV_OK);
+        cfg.host.allocator = counting_allocator_of(&p);
+        kv = create_cache(&cfg);
+        for (t = 0; t < rows[i].n_tokens; t += rows[i].chunk)
+            for (l = 0; l < SHAPE_LAYERS; l++) CHECK_EQ(tkv_append(kv, 0, l, x, x, rows[i].chunk), TKV_OK);
+        ratio = (double)p.peak / (double)m.total;
+        CHECK_MSG(fabs(ratio - rows[i].peak) < .05, "%d tokens by %d: %.3f of the forecast", rows[i].n_tokens,
+                  rows[i].chunk, ratio);
+        CHECK_EQ(m.peak, m.total);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(each_allocation_fails_once) {
     int kind, stride = tkv_test_quick() ? 29 : 1;
     for (kind = 0; kind < KINDS; kind++)
@@ -1228,5 +1261,6 @@ int main(int argc, char **argv) {
     RUN(peak_of_a_prompt);
     RUN(small_from_the_start);
     RUN(memory_of_each_layer);
+    RUN(peaks_are_as_the_forecast_says);
     return tkv_test_end();
 }

@@ -752,6 +752,63 @@ TEST(evicted_neighbours_of_split_blocks_merge) {
     tkv_destroy(kv);
 }
 
+/* tkv_read gives moved keys as if they had been appended at their present position. */
+TEST(reads_give_keys_at_their_position) {
+    enum { TOKENS = 256 };
+    static float k[TOKENS * DIM], v[TOKENS * DIM], k_read[TOKENS * DIM], v_read[TOKENS * DIM], want[DIM];
+    tkv_config cfg = make_sized_config(1, 1, 1, DIM, 1, 64);
+    tkv_rng rng = tkv_rng_seed(71);
+    int position[TOKENS], i, n_removed, n_turned = 0;
+    tkv_cache *kv;
+    cfg.model.rope.dim = DIM;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.limits.max_tokens = TOKENS;
+    kv = create_cache(&cfg);
+    tkv_rng_fill(&rng, k, TOKENS * DIM, 1.0);
+    tkv_rng_fill(&rng, v, TOKENS * DIM, 1.0);
+    for (i = 0; i < TOKENS; i += 64) CHECK_EQ(tkv_append(kv, 0, 0, k + i * DIM, v + i * DIM, 64), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(kv, 0, 100, TKV_UNLIMITED, 7), TKV_OK);
+    CHECK_EQ(tkv_seq_slide(kv, 0, 64, &n_removed), TKV_OK);
+    CHECK_EQ(n_removed, 64);
+    CHECK_EQ(tkv_get_positions(kv, 0, 0, 0, TOKENS - 64, position), TKV_OK);
+    CHECK_EQ(tkv_read(kv, 0, 0, 0, TOKENS - 64, k_read, v_read), TKV_OK);
+    for (i = 0; i < TOKENS - 64; i++) {
+        const int was = i < 4 ? i : i + 64; /* its position when it was appended */
+        memcpy(want, k + was * DIM, sizeof want);
+        if (position[i] != was)
+            CHECK_EQ(tkv_rotate_rope(&cfg.model.rope, DIM, position[i] - was, want), TKV_OK);
+        n_turned += position[i] != was;
+        CHECK_MEM(k_read + i * DIM, want, sizeof want);
+        CHECK_MEM(v_read + i * DIM, v + was * DIM, sizeof want);
+    }
+    CHECK_EQ(n_turned, TOKENS - 64 - 4);
+    tkv_destroy(kv);
+}
+
+TEST(slides_name_the_limit) {
+    static float x[64 * DIM];
+    int field;
+    for (field = 0; field < 3; field++) {
+        tkv_config cfg = make_sized_config(1, 1, 1, DIM, 1, 64);
+        tkv_cache *kv;
+        int i;
+        cfg.model.rope.dim = DIM;
+        cfg.limits.max_tokens = field ? 500 : 66;
+        cfg.evict.policy = field ? TKV_EVICT_SLIDING : TKV_EVICT_NONE;
+        if (field == 1) cfg.evict.keep_tokens = 67;
+        if (field == 2) cfg.evict.keep_first = 65, cfg.evict.keep_last = 68;
+        kv = create_cache(&cfg);
+        for (i = 0; i < 66; i += 22) CHECK_EQ(tkv_append(kv, 0, 0, x, x, 22), TKV_OK);
+        CHECK_EQ(tkv_seq_slide(kv, 0, 60, NULL), TKV_ERR_CAPACITY);
+        CHECK_MSG(strstr(tkv_get_last_error(kv), field == 0   ? "raise limits.max_tokens; it is 66"
+                                                 : field == 1 ? "raise evict.keep_tokens; it is 67"
+                                                              : "keep_first and keep_last; it is 68"),
+                  "%s", tkv_get_last_error(kv));
+        tkv_destroy(kv);
+    }
+}
+
 /* A packed block is split by a move, its end is cut, and a second move makes it one entry again. */
 TEST(cuts_of_split_blocks_lose_no_other_tokens) {
     tkv_config cfg = make_config(1, 2);
@@ -3112,6 +3169,8 @@ int main(int argc, char **argv) {
     RUN(coding_at_each_move_would_lose);
     RUN(moves_without_memory_change_nothing);
     RUN(evicted_neighbours_of_split_blocks_merge);
+    RUN(reads_give_keys_at_their_position);
+    RUN(slides_name_the_limit);
     RUN(cuts_of_split_blocks_lose_no_other_tokens);
     RUN(cuts_before_the_first_moved_token);
     RUN(evicted_tokens_of_discarded_blocks_move);

@@ -295,7 +295,8 @@ TEST(sentences_of_mistakes) {
         {"model.scale = 1e40", "line 1: model.scale is 1e40; it must be a number"},
         {"model.scale = nan", "it must be a number"},
         {"tiers.archive = kivi9", "tiers.archive is kivi9; it must be formats of K and V, such as a30/r20"},
-        {"tiers.archive = kivi4/", "it must be formats"},
+        {"tiers.archive = kivi4/",
+         "it must be formats of K and V, such as a30/r20, or one for both: K f32 f16 bf16"},
         {"tiers.archive = a30/r20/r20", "it must be formats"},
         {"tiers.archive = 7", "it must be formats"},
         {"format.fit = clip+", "it must be names joined by +: clip, norm, unbiased"},
@@ -471,6 +472,61 @@ TEST(sentences_of_mistakes) {
 }
 
 /* Layers have RoPE of their own. Lists of frequencies follow one another in the caller's memory. */
+/* Formats of the side that a sentence lists, and of no other. */
+static void check_formats_listed(const char *list, tkv_side side) {
+    char padded[600], name[32];
+    int f;
+    snprintf(padded, sizeof padded, "%s ", list);
+    for (f = 1; f < TKV_FORMAT_COUNT; f++) {
+        tkv_config cfg = make_sized_config(1, 1, 1, 64, 1, 64);
+        char reason[600];
+        int is_stored;
+        cfg.model.rope.dim = 64;
+        if (side == TKV_K) cfg.tiers.archive.k = (tkv_format)f;
+        else cfg.tiers.archive.v = (tkv_format)f;
+        is_stored = tkv_validate_config(&cfg, reason, sizeof reason) == TKV_OK;
+        snprintf(name, sizeof name, " %s ", tkv_get_name(TKV_NAME_FORMAT, f));
+        CHECK_MSG(!strstr(padded, name) == !is_stored, "%s in %s", name, list);
+        if (is_stored) continue;
+        CHECK_MSG(strstr(reason, side == TKV_K ? "archive.k is " : "archive.v is "), "%s", reason);
+        CHECK_MSG(strstr(reason, side == TKV_K ? "and stores V only; it must be one of: f32 f16 "
+                                               : "and stores K only; it must be one of: f32 f16 "),
+                  "%s", reason);
+        snprintf(name, sizeof name, "which is %s ", tkv_get_name(TKV_NAME_FORMAT, f));
+        CHECK_MSG(strstr(reason, name), "%s", reason);
+        CHECK_STR(strstr(reason, "one of:") + 7, list);
+    }
+}
+
+TEST(wrong_names_list_the_right_ones) {
+    tkv_config cfg = tkv_default_config();
+    char reason[600], *k, *v;
+    const char *name;
+    int i;
+    CHECK_EQ(tkv_parse_config(&cfg, NULL, "preset = best", 13, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strstr(reason, "it must be the name of a preset: quality, balanced, compact,"));
+    for (i = 0; (name = tkv_get_name(TKV_NAME_PRESET, i)) != NULL; i++)
+        CHECK_MSG(strstr(reason, name), "%s in %s", name, reason);
+    CHECK(i > 20);
+    CHECK_EQ(tkv_parse_config(&cfg, NULL, "tiers.archive = q9", 18, reason, sizeof reason), TKV_ERR_CONFIG);
+    k = strstr(reason, ": K ");
+    v = strstr(reason, "; V ");
+    CHECK(k && v);
+    if (!k || !v) return;
+    *v = 0;
+    check_formats_listed(k + 3, TKV_K);
+    check_formats_listed(v + 3, TKV_V);
+    cfg = make_sized_config(1, 1, 1, 64, 1, 64);
+    cfg.tiers.warm.v = TKV_FORMAT_COUNT;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK_EQ(atoi(reason + strlen("tiers.warm.v is ")), TKV_FORMAT_COUNT);
+    CHECK(strstr(reason, "; it must be one of: f32 f16 ") && strstr(reason, " r20 "));
+    cfg = make_sized_config(1, 1, 1, 64, 1, 64);
+    cfg.tiers.hot.k = TKV_KIVI4;
+    CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strcmp(reason, "tiers.hot.k is 5, which is kivi4; the hot tier takes f32, f16 and bf16") == 0);
+}
+
 TEST(rope_of_layers) {
     static const char text[] =
         "model.n_layers = 6\nmodel.n_heads = 2\nmodel.head_dim = 8\nmodel.rope.dim = 8\n"
@@ -1117,6 +1173,7 @@ int main(int argc, char **argv) {
     RUN(other_names_of_formats);
     RUN(presets_come_first);
     RUN(sentences_of_mistakes);
+    RUN(wrong_names_list_the_right_ones);
     RUN(rope_of_layers);
     RUN(print_and_parse);
     RUN(print_refuses);

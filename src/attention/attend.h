@@ -210,7 +210,7 @@ static tkv_status tkvi_check_call_entry(tkvi_call *c, int item, int before) {
     int len, first, end;
     if (seq < 0 || seq >= kv->tables.cfg.limits.max_seqs)
         return tkvi_refuse_call(c, TKV_ERR_ARG, "there is no sequence", seq, "");
-    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "");
+    if (n < 0) return tkvi_refuse_call(c, TKV_ERR_ARG, "n is", n, "; it must not be negative");
     list = tkvi_list_of(kv, seq, layer);
     len = list->len;
     first = tkvi_first_query(c, item);
@@ -2124,7 +2124,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     tkv_task task;
     int failed = 0, n;
     tkv_status st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
-    if (st) return st;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     c.failed = &failed;
     tkvi_clear_scores(&c);
     if (w.n_units == 0) return TKV_OK;
@@ -2135,7 +2135,7 @@ static tkv_status tkvi_attend(tkv_cache *kv, const tkv_attend_params *p, const t
     tkvi_run(&w, 0, n, 1, task);
     st = tkvi_end_work(&w, 1);
     if (w.parts) tkvi_release_flag(&kv->work.split_sums_taken);
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 /* >>parts: the same call, run by threads of the caller */
@@ -2168,10 +2168,10 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     tkv_task task;
     int64_t n;
     tkv_status st;
-    if (!tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!tkvi_is_part(part, n_parts, workspace)) return tkvi_refuse_part(kv, part);
     st = tkvi_plan_work(kv, p, consumer, n_consumers, &c, &w);
-    if (st) return st;
-    if (bytes < tkvi_parts_bytes_of(&w)) return TKV_ERR_CAPACITY;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
+    if (bytes < tkvi_parts_bytes_of(&w)) return tkvi_refuse_workspace(kv, tkvi_parts_bytes_of(&w));
     head = tkvi_parts_head(workspace);
     c.failed = &head->failed;
     if (w.few) w.parts = (float *)(void *)tkvi_parts_data(head);
@@ -2182,7 +2182,7 @@ static tkv_status tkvi_attend_part(tkv_cache *kv, const tkv_attend_params *p,
     tkvi_clear_scores(&c);
     st = tkvi_end_work(&w, 0);
     tkvi_parts_end(workspace);
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 TKV_API void tkv_merge_attention(float *out, float *lse, const float *out2, const float *lse2, int n_rows,

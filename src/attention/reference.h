@@ -139,7 +139,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
     tkvi_call c;
     int item, query, head, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
-    if (st) return st;
+    if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     tkvi_clear_scores(&c);
     for (item = 0; item < c.n_rows; item++) {
         for (query = 0; query < c.rows[item].n; query++)
@@ -148,7 +148,7 @@ TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *
                 st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
         n_before += c.rows[item].n;
     }
-    return st;
+    return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
 
 #endif /* TKVI_ATTENTION_REFERENCE_H */

@@ -233,6 +233,7 @@ typedef struct tkvi_call_state {
     int store_failed;    /* 1: the store failed in this call; an error then names the store as the cause */
     size_t scratch_used; /* bytes of the caller's scratch that are in use outside of the save or load */
     int lacks_scratch;   /* 1: scratch memory of a save or a load was too small (persist/scratch.h) */
+    int error_lock;      /* of `error`, for calls that only read: several threads may make them */
     char error[160];
 } tkvi_call_state;
 
@@ -633,9 +634,45 @@ static tkv_status tkvi_fail(tkv_cache *kv, tkv_status st, const char *what, int6
     return st;
 }
 
+/* The same for a call that only reads the cache: others may fail at the same time. kv may be NULL. */
+static tkv_status tkvi_fail_reader(tkv_cache *kv, tkv_status st, const char *what, int64_t number,
+                                   const char *more) {
+    if (!kv) return st;
+    tkvi_lock(&kv->call.error_lock);
+    if (TKVI_HAS_REPORTS) (void)tkvi_fail(kv, st, what, number, more);
+    else kv->call.error[0] = 0;
+    tkvi_unlock(&kv->call.error_lock);
+    return st;
+}
+
+/* Writes the sentence of an error that a call finds when it fetches blocks. */
+static tkv_status tkvi_fail_fetching(tkv_cache *kv, tkv_status st, int layer) {
+    return tkvi_fail_reader(kv, st,
+                            st == TKV_ERR_IO     ? "cfg.offload.read gave no block of layer"
+                            : st == TKV_ERR_DATA ? "an offloaded block is damaged in layer"
+                                                 : "cfg.recompute gave no K and V of layer",
+                            layer, "");
+}
+
+/* >>parts of a call: they may fail at the same time */
+static tkv_status tkvi_refuse_part(tkv_cache *kv, int part) {
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "workspace is missing, or part is not 0 to n_parts - 1: part is",
+                            part, "");
+}
+
+static tkv_status tkvi_refuse_workspace(tkv_cache *kv, size_t needed) {
+    return tkvi_fail_reader(kv, TKV_ERR_CAPACITY,
+                            "workspace is too small; bytes needed:", tkvi_int_of_size(needed), "");
+}
+
 /* Refuses a call that this build leaves out. sentence: names the switch. kv may be NULL. */
 static tkv_status tkvi_refuse_left_out(tkv_cache *kv, const char *sentence) {
     return kv ? tkvi_fail(kv, TKV_ERR_UNSUPPORTED, sentence, 0, NULL) : TKV_ERR_UNSUPPORTED;
+}
+
+/* Refuses a call that lacks what a pointer should give. kv may be NULL. */
+static tkv_status tkvi_refuse_missing(tkv_cache *kv, const char *sentence) {
+    return kv ? tkvi_fail(kv, TKV_ERR_ARG, sentence, 0, NULL) : TKV_ERR_ARG;
 }
 
 /* >>events */
@@ -772,13 +809,68 @@ static size_t tkvi_scratch_bytes(const tkvi_sizes *s) {
     return s->solve + s->recode + s->split_sums + s->areas;
 }
 
-/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages for the first tokens. */
+/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
+#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
+
+static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
+    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
+}
+
+/* Adds the blocks in front of n lists of a layer. */
+static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
+                                  int64_t *slots) {
+    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
+    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
+        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
+}
+
+/* The smallest budget: the fixed piece, statistics, one version of the tables, and pages to begin with. */
 static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_sizes *s) {
     const size_t pages = (size_t)derived->recode_pages + 2;
     const size_t stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0;
     const size_t tables = tkvi_add_sizes(stats, tkvi_version_bytes(derived));
     return tkvi_add_sizes(tkvi_add_sizes(s->total, tables),
                           tkvi_multiply_sizes(pages, derived->page_bytes + sizeof(tkvi_page)));
+}
+
+/* The first tokens of a sequence that a sentence speaks of. */
+static int tkvi_first_tokens(const tkv_config *cfg) {
+    return tkvi_min(TKVI_HAS_EVICT && cfg->evict.policy ? 256 : 128, cfg->limits.max_tokens);
+}
+
+/* A budget that is enough for them if they come one at a time: in each layer, a block of exact tokens, and blocks of
+ * the tightest level. With a policy, evictions then make room for any number. */
+static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const tkvi_sizes *s) {
+    const int n_tokens = tkvi_first_tokens(&derived->cfg);
+    const int n_blocks = (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int n_list = n_blocks + 1 + tkvi_n_anchor_blocks(&derived->cfg);
+    const size_t layers = (size_t)derived->cfg.model.n_layers,
+                 stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0,
+                 list_entry_bytes = layers * sizeof(uint32_t) + tkvi_choice_entry_bytes(&derived->cfg);
+    tkvi_tier_spec specs[TKV_MAX_LEVELS];
+    const tkvi_tier_spec *tightest = &specs[derived->cfg.budget.pressure.max_level];
+    int64_t slots[TKVI_MAX_LAYOUTS] = {0}, pages = derived->recode_pages;
+    size_t arrays, total;
+    int i, c;
+    for (i = 0; i < derived->cfg.model.n_layers; i++) {
+        tkvi_plan p;
+        (void)tkvi_plan_of(derived, i, &p, specs);
+        if (p.stored_layer != i) continue;
+        tkvi_add_front_blocks(derived, &p, 1, slots);
+        slots[derived->class_of[tightest->key[TKV_TIER_HOT]]]++;
+        slots[derived->class_of[tightest->key[tightest->hot == TKVI_FOREVER ? TKV_TIER_HOT
+                                                                            : TKV_TIER_ARCHIVE]]] +=
+            n_blocks - 1;
+    }
+    for (c = 0; c < derived->n_classes; c++)
+        if (slots[c]) pages += tkvi_pages_for(&derived->size_class[c], slots[c]);
+    arrays = tkvi_multiply_sizes(tkvi_cap_for((int64_t)n_list * derived->n_stored + derived->n_classes),
+                                 tkvi_block_entry_bytes(&derived->cfg));
+    arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(n_list), list_entry_bytes));
+    arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(pages), sizeof(tkvi_page)));
+    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), tkvi_version_bytes(derived));
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes(arrays, 2)); /* one that grows is there twice */
+    return tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
 }
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
@@ -895,13 +987,6 @@ static size_t tkvi_learning_bytes(const tkv_cache *kv) {
     return n;
 }
 
-/* >>work space of eviction (reclaim/evict_tokens.h): bytes for each block of the longest list */
-#define TKVI_CHOICE_BYTES (TKVI_BLOCK * (sizeof(int) + 2 * sizeof(float) + 1) + 2 * sizeof(uint64_t))
-
-static size_t tkvi_choice_entry_bytes(const tkv_config *cfg) {
-    return TKVI_HAS_EVICT && cfg->evict.policy ? TKVI_CHOICE_BYTES : 0;
-}
-
 /* >>creation and destruction */
 /* Initialises the heap with the config's allocator, or with malloc and free. */
 static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *reason, size_t size) {
@@ -923,8 +1008,7 @@ static tkv_status tkvi_init_heap(const tkv_config *cfg, tkvi_heap *heap, char *r
 }
 
 /* Writes the reason for an error of tkvi_build_cache. */
-static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *derived, char *reason,
-                                    size_t size) {
+static tkv_status tkvi_write_reason(tkv_status st, tkvi_derived_config *derived, char *reason, size_t size) {
     tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
     tkvi_sizes s;
     tkvi_compute_fixed_sizes(derived, &s);
@@ -937,7 +1021,13 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_digits(&t, (uint64_t)derived->cfg.budget.bytes);
         tkvi_append_text(&t, "; it must be at least ");
         tkvi_append_digits(&t, (uint64_t)tkvi_least_budget(derived, &s));
-        tkvi_append_text(&t, " for an empty cache and its first tokens");
+        tkvi_append_text(&t, " for an empty cache");
+        if (!TKVI_HAS_REPORTS) return st;
+        tkvi_append_text(&t, "; ");
+        tkvi_append_digits(&t, (uint64_t)tkvi_budget_for_first_tokens(derived, &s));
+        tkvi_append_text(&t, " is enough for the first ");
+        tkvi_append_int(&t, tkvi_first_tokens(&derived->cfg));
+        tkvi_append_text(&t, " tokens of one sequence");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);
         tkvi_append_text(&t, "the allocator gave no memory for an empty cache, which takes at least ");
@@ -945,6 +1035,16 @@ static tkv_status tkvi_write_reason(tkv_status st, const tkvi_derived_config *de
         tkvi_append_text(&t, " bytes");
     }
     return st;
+}
+
+TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
+    tkvi_derived_config derived;
+    tkvi_sizes fixed;
+    const tkv_status st = tkvi_validate(cfg, &derived, reason, size);
+    if (st || !derived.cfg.budget.bytes) return st;
+    tkvi_compute_fixed_sizes(&derived, &fixed);
+    if (derived.cfg.budget.bytes >= tkvi_least_budget(&derived, &fixed)) return TKV_OK;
+    return tkvi_write_reason(TKV_ERR_BUDGET, &derived, reason, size);
 }
 
 /* Creates a cache; `reason` gets a sentence about an error. */
@@ -1191,14 +1291,6 @@ static int64_t tkvi_add_costliest_blocks(const tkvi_derived_config *derived, con
         left -= most[next] < left ? most[next] : left;
     }
     return n;
-}
-
-/* Adds the blocks in front of n lists of a layer. */
-static void tkvi_add_front_blocks(const tkvi_derived_config *derived, const tkvi_plan *p, int64_t n,
-                                  int64_t *slots) {
-    if (p->sink) slots[derived->class_of[p->sink_layout]] += n;
-    if (TKVI_HAS_EVICT && p->n_anchor_blocks)
-        slots[derived->class_of[p->anchor_layout]] += p->n_anchor_blocks * n;
 }
 
 /* Pages for these slots, however blocks of large slots later become blocks of smaller ones: then each class can have a

@@ -30,6 +30,13 @@ static tkv_status tkvi_refuse_layer(tkv_cache *kv, int layer) {
     return tkvi_fail(kv, TKV_ERR_ARG, "there is no layer", layer, " with K and V of its own");
 }
 
+/* Refuses a call that reads a layer, and that several threads may make. kv may be NULL. */
+static tkv_status tkvi_refuse_reading(tkv_cache *kv, int seq, int layer) {
+    if (kv && !tkvi_has_seq(kv, seq))
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "there is no sequence", seq, "");
+    return tkvi_fail_reader(kv, TKV_ERR_ARG, "there is no layer", layer, " with a cache");
+}
+
 TKV_API int tkv_get_length(const tkv_cache *kv, int seq, int layer) {
     int i, least = TKVI_FOREVER;
     if (layer != TKV_ALL_LAYERS) {

@@ -293,6 +293,34 @@ static tkv_status tkvi_validate_window(const tkv_layer_config *c, int has_sinks,
     return TKV_OK;
 }
 
+/* Appends the names of the formats of this build that store a side. */
+static void tkvi_append_formats(tkvi_text *t, tkv_side side) {
+    int f;
+    for (f = 1; f < TKV_FORMAT_COUNT; f++) {
+        if (tkvi_format_left_out((tkv_format)f) || !tkvi_format_stores(&tkvi_formats[f], side)) continue;
+        tkvi_append_text(t, " ");
+        tkvi_append_text(t, tkvi_format_name((tkv_format)f));
+    }
+}
+
+/* The same as tkvi_bad_in for a format: with its name and those that are allowed. */
+static tkv_status tkvi_bad_format(char *reason, size_t size, const char *owner, const char *field,
+                                  tkv_format f, int is_hot, tkv_side side) {
+    tkvi_text t = tkvi_text_begin(reason, reason ? size : 0);
+    tkvi_append_text(&t, owner);
+    tkvi_append_text(&t, field);
+    tkvi_append_text(&t, " is ");
+    tkvi_append_int(&t, (int)f);
+    if (tkvi_format_known(f)) {
+        tkvi_append_text(&t, ", which is ");
+        tkvi_append_text(&t, tkvi_format_name(f));
+        if (!is_hot) tkvi_append_text(&t, side == TKV_V ? " and stores K only" : " and stores V only");
+    }
+    tkvi_append_text(&t, is_hot ? "; the hot tier takes f32, f16 and bf16" : "; it must be one of:");
+    if (TKVI_HAS_REPORTS && !is_hot) tkvi_append_formats(&t, side);
+    return TKV_ERR_CONFIG;
+}
+
 /* Checks tiers: those of the config, of one layer, or of one level of the ladder. `owner` as in tkvi_bad_in. */
 static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *owner, char *reason,
                                       size_t size) {
@@ -307,18 +335,16 @@ static tkv_status tkvi_validate_tiers(const tkv_layer_config *c, const char *own
         for (side = 0; side < 2; side++) {
             tkv_format f = side ? pair[i]->v : pair[i]->k;
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_known(f))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   "it must be a tkv_format");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, i == TKV_TIER_HOT,
+                                       (tkv_side)side);
             if (tkvi_format_left_out(f)) {
                 (void)tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f, tkvi_format_left_out(f));
                 return TKV_ERR_UNSUPPORTED;
             }
             if (f != TKV_FORMAT_DEFAULT && !tkvi_format_stores(&tkvi_formats[f], side ? TKV_V : TKV_K))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   side ? "this format stores K only" : "this format stores V only");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, 0, (tkv_side)side);
             if (i == TKV_TIER_HOT && f != TKV_FORMAT_DEFAULT && !tkvi_is_exact(&tkvi_formats[f]))
-                return tkvi_bad_in(reason, size, owner, pair_name[i][side], (int)f,
-                                   "the hot tier takes TKV_F32, TKV_F16 or TKV_BF16");
+                return tkvi_bad_format(reason, size, owner, pair_name[i][side], f, 1, (tkv_side)side);
         }
     if (c->sink_tokens < TKV_OFF || c->sink_tokens > TKVI_BLOCK)
         return tkvi_bad_in(reason, size, owner, "sink_tokens", c->sink_tokens,
@@ -1318,11 +1344,6 @@ static tkv_status tkvi_validate(const tkv_config *cfg, tkvi_derived_config *shap
         }
     }
     return st;
-}
-
-TKV_API tkv_status tkv_validate_config(const tkv_config *cfg, char *reason, size_t size) {
-    tkvi_derived_config shape;
-    return tkvi_validate(cfg, &shape, reason, size);
 }
 
 /* >>tables: arrays in one piece of memory, each at a multiple of 64 bytes */

@@ -157,9 +157,9 @@ static tkv_status tkvi_load(tkvi_loader *l, tkv_cache *kv, const tkv_load_params
 TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const void *bytes, size_t size,
                                 tkv_load_info *out) {
     tkvi_loader l;
-    if (!kv || !p) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!bytes) return tkvi_fail(kv, TKV_ERR_ARG, "bytes are missing", 0, NULL);
+    if (!p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
+    if (!kv) return TKV_ERR_ARG;
     memset(&l, 0, sizeof l);
     l.from.bytes = (const uint8_t *)bytes;
     return tkvi_load(&l, kv, p, size, out);
@@ -168,8 +168,9 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
 TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, size_t size,
                                      tkv_read_bytes read, void *user, tkv_load_info *out) {
     tkvi_loader l;
-    if (!kv || !p || !read) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
+    if (!kv) return TKV_ERR_ARG;
     memset(&l, 0, sizeof l);
     l.from.read = read;
     l.from.user = user;

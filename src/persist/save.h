@@ -910,8 +910,10 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
                                 size_t *needed) {
     tkvi_saver s;
     tkv_status st;
-    if (!kv || !p || (!buf && !needed)) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || (!buf && !needed))
+        return tkvi_refuse_missing(kv, "the parameters, or buf and needed, are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -925,8 +927,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
                                    void *user) {
     tkvi_saver s;
     tkv_status st;
-    if (!kv || !p || !write) return TKV_ERR_ARG;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
+    if (!p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
+    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);

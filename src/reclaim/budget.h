@@ -37,13 +37,18 @@
 
 /* The largest part of what is held: its name, and its bytes. */
 static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
-    static const char *const names[] = {"exact tokens", "encoded tokens", "tables", "states",
-                                        "work space, index and free pages"};
+    static const char *const names[] = {"exact (sinks, blocks not full, last append)",
+                                        "encoded tokens",
+                                        "tables",
+                                        "states",
+                                        "work space, index and free pages",
+                                        "exact, as this level codes nothing"};
     size_t parts[] = {0, 0, 0, 0, 0};
-    int seq, layer, i, largest = 0;
+    int seq, layer, i, largest = 0, codes_nothing = 0;
     for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++)
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+            codes_nothing |= list->n && kv->tables.plan[layer].now.hot == TKVI_FOREVER;
             for (i = 0; i < list->n; i++) {
                 const tkvi_block *b = tkvi_block_of(kv, tkvi_ids(kv, seq, layer)[i]);
                 if (!tkvi_is_offloaded(b))
@@ -57,10 +62,11 @@ static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
     for (i = 1; i < 5; i++)
         if (parts[i] > parts[largest]) largest = i;
     *bytes = parts[largest];
-    return names[largest];
+    return names[largest == 0 && codes_nothing ? 5 : largest];
 }
 
-/* Writes the error of a call that does not fit even after all stages. bytes: what it would take then. */
+/* Writes the error of a call that does not fit even after all stages. bytes: the least that it would take
+ * then. */
 static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     tkvi_text t = tkvi_text_begin(kv->call.error, sizeof kv->call.error);
     size_t largest;
@@ -68,13 +74,13 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     if (kv->call.store_failed) {
         tkvi_append_text(&t, "cfg.offload.write failed, and without it there is no room");
     } else {
-        tkvi_append_text(&t, "the call needs ");
+        tkvi_append_text(&t, "the call needs at least ");
         tkvi_append_digits(&t, (uint64_t)bytes);
         tkvi_append_text(&t, " bytes, more than the budget; ");
         tkvi_append_digits(&t, (uint64_t)largest);
-        tkvi_append_text(&t, " of those held are ");
+        tkvi_append_text(&t, " held are ");
         tkvi_append_text(&t, part);
-        tkvi_append_text(&t, "; reset a sequence or raise it");
+        tkvi_append_text(&t, "; raise it, reset a sequence or append less");
     }
     kv->counts.refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->call.error);

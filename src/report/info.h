@@ -217,6 +217,21 @@ static tkvi_run_of_block tkvi_find_run(const tkv_cache *kv, const tkvi_list *lis
     return run;
 }
 
+/* Number of entries of a list that hold the block of its entry i. They are neighbours as a rule, but not where tokens
+ * were copied back (tkv_seq_copy). Returns 0 if entry i is not the first one. */
+static uint32_t tkvi_count_if_first(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
+    const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+    const uint32_t block = kv->pool.entry[ids[i]].block, refs = kv->pool.block[block].refs;
+    uint32_t n = run.n;
+    int j;
+    if (run.first < i) return 0;
+    if (n == refs) return n;
+    for (j = 0; j < i; j++)
+        if (kv->pool.entry[ids[j]].block == block) return 0;
+    for (j = i + (int)n; j < list->n && n < refs; j++) n += kv->pool.entry[ids[j]].block == block;
+    return n;
+}
+
 /* Adds the blocks of one layer of one sequence. once 1: a shared block counts with its first holder only. */
 static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv_memory_info *out) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -225,9 +240,10 @@ static void tkvi_add_list(const tkv_cache *kv, int seq, int layer, int once, tkv
     for (i = 0; i < list->n; i++) {
         const tkvi_block *b = tkvi_block_of(kv, ids[i]);
         const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
+        const int has_bytes = once ? i == run.first : tkvi_count_if_first(kv, list, ids, i) > 0;
         if (!tkvi_is_discarded(b) && (!once || run.counts_once))
             tkvi_add_block(out, tkvi_geometry_of(kv, layer), (tkv_tier)b->tier,
-                           i == run.first ? &kv->tables.layout[b->layout].bytes : NULL,
+                           has_bytes ? &kv->tables.layout[b->layout].bytes : NULL,
                            (size_t)tkvi_n_bits(tkvi_live_mask_in(kv, list, ids, i)), tkvi_is_offloaded(b));
     }
 }
@@ -262,11 +278,12 @@ TKV_API tkv_status tkv_seq_get_memory(const tkv_cache *kv, int seq, tkv_seq_memo
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
         for (i = 0; i < list->n; i++) {
             const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-            const tkvi_run_of_block run = tkvi_find_run(kv, list, ids, i);
             const size_t bytes = kv->tables.layout[b->layout].bytes.total;
-            if (run.first < i || tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
-            *(run.n == b->refs ? &out->own : &out->shared) += bytes;
-            if (run.n < b->refs) out->share += bytes * run.n / b->refs;
+            uint32_t n;
+            if (tkvi_is_discarded(b) || tkvi_is_offloaded(b)) continue;
+            n = tkvi_count_if_first(kv, list, ids, i);
+            if (n) *(n == b->refs ? &out->own : &out->shared) += bytes;
+            if (n < b->refs) out->share += bytes * n / b->refs;
         }
     }
     return TKV_OK;
@@ -279,7 +296,7 @@ static void tkvi_layer_memory(const tkv_cache *kv, int seq, int layer, tkv_memor
     size_t bytes = 0;
     int i;
     for (i = 0; i < list->n; i++)
-        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_find_run(kv, list, ids, i).first == i)
+        if (!tkvi_is_offloaded(tkvi_block_of(kv, ids[i])) && tkvi_count_if_first(kv, list, ids, i))
             bytes += kv->tables.layout[tkvi_block_of(kv, ids[i])->layout].bytes.total;
     tkvi_add_list(kv, seq, layer, 0, out);
     out->total = out->peak = bytes;

@@ -591,11 +591,11 @@ static const tkvi_kind tkvi_kinds[] = {
     {"bytes, such as 65536, 512K, 1.5G, 64MiB", tkvi_read_size, tkvi_write_size},
     {"a number", tkvi_read_float, tkvi_write_float},
     {"numbers with commas between them", tkvi_read_floats, tkvi_write_floats},
-    {"formats of K and V, such as a30/r20, or one for both (tkv_get_name)", tkvi_read_pair, tkvi_write_pair},
+    {"formats of K and V, such as a30/r20, or one for both", tkvi_read_pair, tkvi_write_pair},
     {"names joined by +", tkvi_read_flags, tkvi_write_flags},
     {"a short name of letters, digits and _ - .", tkvi_read_name, tkvi_write_name},
     {"rope.dim / 2 numbers with commas between them", tkvi_read_frequencies, tkvi_write_frequencies},
-    {"the name of a preset (tkv_get_name)", tkvi_read_preset, NULL},
+    {"the name of a preset", tkvi_read_preset, NULL},
 };
 
 /* >>the table of all fields */
@@ -619,7 +619,7 @@ static const tkvi_word tkvi_words_heads[] = {
     { #field, TKVI_INT, offsetof(type, field), sizeof(((type *)0)->field), NULL, names, 0, 0, 0, 0, NULL }
 
 static const tkvi_row tkvi_config_rows[] = {
-    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_COUNT, 0, 0, 0, 0, NULL},
+    {"preset", TKVI_PRESET, 0, 0, NULL, TKV_NAME_PRESET, 0, 0, 0, 0, NULL},
     TKVI_ROW(tkv_config, model.n_layers, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_heads, TKVI_INT, NULL),
     TKVI_ROW(tkv_config, model.n_kv_heads, TKVI_INT, NULL),
@@ -924,9 +924,14 @@ static void tkvi_append_bad_value(tkvi_parser *r, const tkvi_row *row) {
     tkvi_append_text(t, tkvi_kinds[row->kind].want);
     if (r->has_brackets && !tkvi_is_list(row)) tkvi_append_text(t, " without [ ]");
     for (i = 0; (word = tkvi_word_at(row, i, &value)) != NULL; i++) {
-        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS ? ": " : " or ");
+        tkvi_append_text(t, i ? ", " : row->kind == TKVI_FLAGS || row->kind == TKVI_PRESET ? ": " : " or ");
         tkvi_append_text(t, word);
     }
+    if (row->kind != TKVI_PAIR) return;
+    tkvi_append_text(t, ": K");
+    tkvi_append_formats(t, TKV_K);
+    tkvi_append_text(t, "; V");
+    tkvi_append_formats(t, TKV_V);
 }
 
 /* >>paths */

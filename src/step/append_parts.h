@@ -119,11 +119,11 @@ TKV_API tkv_status tkv_append_part(tkv_cache *kv, const tkv_append_params *p, in
     tkvi_append_work w;
     tkvi_parts *head;
     tkv_status st;
-    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return TKV_ERR_ARG;
+    if (!kv || !tkvi_is_part(part, n_parts, workspace)) return tkvi_refuse_part(kv, part);
     if (!TKVI_HAS_APPEND_PARTS) /* one part writes the sentence */
         return part ? TKV_ERR_UNSUPPORTED : tkvi_refuse_left_out(kv, "TKV_NO_APPEND_PARTS leaves this out");
     (void)tkvi_plan_append(kv, p, &w); /* tkv_append_ex tells the error */
-    if (bytes < w.bytes) return TKV_ERR_CAPACITY;
+    if (bytes < w.bytes) return tkvi_refuse_workspace(kv, w.bytes);
     head = tkvi_parts_head(workspace);
     tkvi_place_prepared(&w, tkvi_parts_data(head));
     tkvi_encode_prepared(kv, &w, head);

@@ -12,7 +12,8 @@ static tkv_status tkvi_evictable(tkv_cache *kv, int seq, int layer) {
     if (!tkvi_has_seq(kv, seq)) return tkvi_refuse_seq(kv, seq);
     if (layer != TKV_ALL_LAYERS && !tkvi_has_own_layer(kv, seq, layer)) return tkvi_refuse_layer(kv, layer);
     if (!kv->pool.tables->cfg.evict.policy)
-        return tkvi_fail(kv, TKV_ERR_STATE, "the cache was created without cfg.evict", 0, NULL);
+        return tkvi_fail(kv, TKV_ERR_STATE,
+                         "the cache has no eviction policy; set cfg.evict.policy before tkv_create", 0, NULL);
     if (kv->seq[seq].in_step)
         return tkvi_fail(kv, TKV_ERR_STATE, "a step is open; commit or abort it first", 0, NULL);
     return TKV_OK;

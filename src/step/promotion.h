@@ -125,9 +125,8 @@ TKV_API tkv_status tkv_promote_important(tkv_cache *kv, int seq, int layer, tkv_
     if (!p || p->by.used < 0 || !p->compute != !p->remat)
         return tkvi_fail(kv, TKV_ERR_ARG, "p is missing, or it has compute without remat or the reverse", 0,
                          NULL);
-    if (tkvi_ranking_init(&r, kv, seq, layer) || !kv->token_scores.mode)
-        return tkvi_fail(kv, TKV_ERR_CONFIG,
-                         "no attention scores are collected: set cfg.importance.sample_every", 0, NULL);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 1);
+    if (st) return st;
     if (r.list->len < p->by.step) p->by.step = p->by.used = 0; /* the list was cut: start the count anew */
     if (!tkvi_promoting_begin(&best, &p->by, r.list->len))
         return tkvi_fail(kv, TKV_ERR_CONFIG, "threshold, per_step or cooldown is out of range, per_step is",

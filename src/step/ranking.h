@@ -26,14 +26,29 @@ static tkvi_ranking tkvi_ranking_of(tkv_cache *kv, int seq, int layer) {
     return r;
 }
 
-/* TKV_ERR_ARG: there is no such layer. TKV_ERR_CONFIG: the strategy needs attention scores, but none are kept. */
-static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer) {
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0) return TKV_ERR_ARG;
-    /* recency depends on age alone and needs no scores */
-    if (!kv->token_scores.mode && kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY)
-        return TKV_ERR_CONFIG;
-    *r = tkvi_ranking_of(kv, seq, layer);
+/* Begins a call. needs_scores 0: a strategy without attention scores will do, which is recency: it depends on age
+ * alone. */
+static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int layer, int needs_scores) {
+    const int stored = tkvi_stored_layer(kv, seq, layer);
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (!kv->token_scores.mode &&
+        (needs_scores || kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY))
+        return tkvi_fail(
+            kv, TKV_ERR_CONFIG,
+            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
+            "policy that counts attention",
+            0, NULL);
+    *r = tkvi_ranking_of(kv, seq, stored);
+    return TKV_OK;
+}
+
+/* Checks that n numbers are given or wanted, those of the tokens from `start` on. */
+static tkv_status tkvi_check_numbers(const tkvi_ranking *r, int start, int n, const float *numbers) {
+    if (n < 0 || (n > 0 && !numbers))
+        return tkvi_fail(r->kv, TKV_ERR_ARG, "the array must have n numbers, and n is", n, "");
+    if (start < 0 || start > r->list->len || n > r->list->len - start)
+        return tkvi_fail(r->kv, TKV_ERR_RANGE, "the layer has", r->list->len,
+                         " tokens; start + n goes beyond");
     return TKV_OK;
 }
 
@@ -59,10 +74,9 @@ TKV_API tkv_status tkv_get_importance(tkv_cache *kv, int seq, int layer, int sta
     tkv_status st;
     int i, t;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 0);
+    if (!st) st = tkvi_check_numbers(&r, start, n, out);
     if (st) return st;
-    if (n < 0 || (n > 0 && !out)) return TKV_ERR_ARG;
-    if (start < 0 || start > r.list->len || n > r.list->len - start) return TKV_ERR_RANGE;
     for (i = 0; i < n; i++) out[i] = 0.0f;
     for (i = 0; i < n && missing; i++) {
         if (i % 64 == 0) missing[i / 64] = 0;
@@ -90,20 +104,9 @@ TKV_API tkv_status tkv_add_scores(tkv_cache *kv, int seq, int layer, int start, 
     float low;
     int i, t;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    if (!kv) return TKV_ERR_ARG;
-    st = tkvi_ranking_init(&r, kv, seq, layer);
-    if (st == TKV_ERR_ARG)
-        return tkvi_fail(kv, st, "there is no such sequence, or the layer has no K and V:", layer, "");
-    if (st || !kv->token_scores.mode)
-        return tkvi_fail(
-            kv, TKV_ERR_CONFIG,
-            "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
-            "policy that counts attention",
-            0, NULL);
-    if (n < 0 || (n > 0 && !scores))
-        return tkvi_fail(kv, TKV_ERR_ARG, "scores must have n numbers, and n is", n, "");
-    if (start < 0 || start > r.list->len || n > r.list->len - start)
-        return tkvi_fail(kv, TKV_ERR_RANGE, "the layer has", r.list->len, " tokens; start + n goes beyond");
+    st = tkvi_ranking_init(&r, kv, seq, layer, 1);
+    if (!st) st = tkvi_check_numbers(&r, start, n, scores);
+    if (st) return st;
     for (i = 0; i < n; i++)
         if (!tkvi_within(scores[i], 0.0f, FLT_MAX))
             return tkvi_fail(kv, TKV_ERR_NONFINITE, "scores must be finite and not negative; entry", i,
@@ -137,9 +140,10 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     tkv_status st;
     int i, t, low, high, found = 0;
     if (!TKVI_HAS_EVICT) return tkvi_refuse_left_out(kv, "TKV_NO_EVICT leaves this out");
-    st = tkvi_ranking_init(&r, kv, seq, layer);
+    st = tkvi_ranking_init(&r, kv, seq, layer, 0);
     if (st) return st;
-    if (k < 0 || (k > 0 && !out) || !count) return TKV_ERR_ARG;
+    if (k < 0 || (k > 0 && !out) || !count)
+        return tkvi_fail(kv, TKV_ERR_ARG, "out or count is missing, or k is negative: k is", k, "");
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
     low = protect ? evict.sink_tokens : 0;
     high = protect ? r.list->len - evict.recent_tokens : r.list->len;

@@ -1045,12 +1045,19 @@ static tkv_status tkvi_check_readable(tkv_cache *kv, int seq, int layer, int sta
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, slot;
-    if (start > list->len || n > list->len - start) return TKV_ERR_RANGE;
-    if (tkvi_n_live_between(kv, list, ids, start, n) < n) return TKV_ERR_RANGE;
+    if (start > list->len || n > list->len - start)
+        return tkvi_fail_reader(kv, TKV_ERR_RANGE, "the layer has", list->len,
+                                " tokens; what is read goes beyond");
+    if (tkvi_n_live_between(kv, list, ids, start, n) < n)
+        return tkvi_fail_reader(kv, TKV_ERR_RANGE,
+                                "a token has expired or was removed, among those read from index", start,
+                                " on");
     for (i = start; i < start + n && tkvi_has_discarded(kv, seq, layer, i, start + n);
          i++) { /* anchors can be read: they are in blocks of their own */
         const int block = tkvi_find_token(kv, list, ids, i, &slot);
-        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block]))) return TKV_ERR_NO_SOURCE;
+        if (block >= 0 && tkvi_has_no_source(kv, tkvi_block_of(kv, ids[block])))
+            return tkvi_fail_reader(kv, TKV_ERR_NO_SOURCE, "a token is discarded: index", i,
+                                    ": tkv_seq_recompute brings it back");
     }
     return TKV_OK;
 }
@@ -1068,7 +1075,7 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
         const tkvi_layout *layout;
         int turned, t;
         i = tkvi_find_token(kv, list, ids, from, &slot);
-        if (i < 0) return TKV_ERR_RANGE;
+        TKVI_ASSERT(i >= 0); /* tkvi_check_readable found it */
         turned = TKVI_HAS_MOVES ? kv->pool.entry[ids[i]].turned : 0;
         layout = &kv->tables.layout[tkvi_block_of(kv, ids[i])->layout];
         to = tkvi_min(start + n, tkvi_block_end(kv, list, ids, i)); /* none of these tokens is evicted */
@@ -1087,7 +1094,7 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
             if (v && !st) st = tkvi_get_side_bytes(kv, ids[i], h, TKV_V, buffer, &bytes);
             if (v && !st)
                 tkvi_values(&r->v, simd_ops, bytes, slot, to - from, v + (row + (size_t)h) * dv, heads * dv);
-            if (st) return st;
+            if (st) return tkvi_fail_fetching(kv, st, layer);
         }
     }
     return TKV_OK;
@@ -1095,9 +1102,13 @@ static tkv_status tkvi_read_run(tkv_cache *kv, int seq, int layer, int start, in
 
 TKV_API tkv_status tkv_read(tkv_cache *kv, int seq, int layer, int start, int n, float *k, float *v) {
     tkvi_fetch_buffer buffer;
+    const int stored = tkvi_stored_layer(kv, seq, layer);
     tkv_status st;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || start < 0 || n < 0) return TKV_ERR_ARG;
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (start < 0 || n < 0)
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "start and n must not be negative; the lesser one is",
+                                tkvi_min(start, n), "");
+    layer = stored;
     st = tkvi_check_readable(kv, seq, layer, start, n);
     tkvi_empty_buffer(&buffer, seq, layer);
     return st ? st : tkvi_read_run(kv, seq, layer, start, n, k, v, &buffer);
@@ -1115,12 +1126,17 @@ TKV_API tkv_status tkv_read_tokens(tkv_cache *kv, int seq, int layer, const int 
     tkvi_fetch_buffer buffer;
     tkv_status st = TKV_OK;
     size_t k_row, v_row;
+    const int stored = tkvi_stored_layer(kv, seq, layer);
     int i, run;
-    layer = tkvi_stored_layer(kv, seq, layer);
-    if (layer < 0 || n < 0 || (n > 0 && !indices)) return TKV_ERR_ARG;
+    if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
+    if (n < 0 || (n > 0 && !indices))
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "indices must have n numbers, and n is", n, "");
+    layer = stored;
     for (i = 0; i < n && !st; i += run) {
         run = tkvi_run_length(indices + i, n - i);
-        st = indices[i] < 0 ? TKV_ERR_ARG : tkvi_check_readable(kv, seq, layer, indices[i], run);
+        st = indices[i] < 0
+                 ? tkvi_fail_reader(kv, TKV_ERR_ARG, "indices has", indices[i], ", which is negative")
+                 : tkvi_check_readable(kv, seq, layer, indices[i], run);
     }
     k_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->head_dim;
     v_row = (size_t)tkvi_geometry_of(kv, layer)->n_kv_heads * (size_t)tkvi_geometry_of(kv, layer)->v_head_dim;

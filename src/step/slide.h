@@ -172,6 +172,19 @@ static tkv_status tkvi_check_slide(tkv_cache *kv, int seq, const tkvi_gone *gone
     return st;
 }
 
+/* Names the field that has the limit. */
+static tkv_status tkvi_refuse_slide(tkv_cache *kv, int most) {
+    const tkv_config *cfg = &kv->tables.cfg;
+    return tkvi_fail(kv, TKV_ERR_CAPACITY,
+                     most == cfg->limits.max_tokens
+                         ? "nothing would stay behind the sinks: raise limits.max_tokens; it is"
+                     : most == cfg->evict.keep_tokens
+                         ? "nothing would stay behind the sinks: raise evict.keep_tokens; it is"
+                         : "nothing would stay behind the sinks: raise the larger of "
+                           "evict.keep_first and keep_last; it is",
+                     most, "");
+}
+
 TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) {
     const tkv_config *cfg;
     tkvi_demand splits = tkvi_no_demand();
@@ -198,9 +211,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     slide.gone.to = slide.gone.from + tkvi_round_up(excess, TKVI_BLOCK);
     for (layer = 0; layer < cfg->model.n_layers; layer++) /* a layer may lag behind the others */
         if (tkvi_list_of(kv, seq, layer)->len > 0) len = tkvi_min(len, tkvi_list_of(kv, seq, layer)->len);
-    if (slide.gone.to >= len)
-        return tkvi_fail(kv, TKV_ERR_CAPACITY, "nothing would stay behind the sinks: raise max_tokens; it is",
-                         cfg->limits.max_tokens, "");
+    if (slide.gone.to >= len) return tkvi_refuse_slide(kv, tkvi_most_held(kv));
     st = tkvi_check_slide(kv, seq, &slide.gone);
     slide.seq = seq;
     (void)tkvi_count_slide_splits(kv, &slide, &splits);
