@@ -189,7 +189,7 @@ static bool abort_now(void *user) {
 }
 
 static void test_failures(void) {
-    struct llama_context *ctx = create("budget.bytes = 14M, budget.pressure.threshold = .1", 2048), *other;
+    struct llama_context *ctx = create("budget.bytes = 10M", 2048), *other;
     llama_memory_t mem = llama_get_memory(ctx);
     int n = 0, status = 0;
     expect(decode(ctx, 0, 64, 0, 1, 1) == 0, "a prompt is decoded", 0);
