@@ -13,7 +13,7 @@ enum { MOST = 2048, SHORT = 300 };
 static const char exact_plan[] = "tiers.hot_tokens = unlimited, tiers.hot = f32";
 static const char tiered_plan[] = "preset = balanced, tiers.warm_tokens = 64";
 static struct llama_model *model;
-static int tokens[MOST], vocab, n_checks, n_failed;
+static int tokens[MOST], vocab, n_checks, n_failed, n_bad_allocs;
 
 static void expect(int ok, const char *what, double x) {
     n_checks++;
@@ -295,6 +295,7 @@ static void test_foreign_states(const char *path) {
         expect(!llama_state_load_file(its, path, read, SHORT, &n), "the other cache refuses it", i);
         expect(llama_state_load_file(mine, path, read, SHORT, &n) && n == SHORT, "its own loads it", i);
     }
+    expect(n_bad_allocs == 0, "no size of a foreign state is believed", n_bad_allocs);
     for (int i = 0; i < 2; i++) llama_free(ctx[i]);
     remove(path);
 }
@@ -358,6 +359,7 @@ end:
 
 static void print_error(enum ggml_log_level level, const char *text, void *user) {
     (void)user;
+    n_bad_allocs += strstr(text, "bad_alloc") != NULL;
     if (level == GGML_LOG_LEVEL_ERROR && getenv("VERBOSE")) fputs(text, stderr);
 }
 
