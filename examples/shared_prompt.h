@@ -8,7 +8,10 @@
  * Pages have hashes of the tables that coded them. So all programs need the same tables. The first one learns them from
  * its prompt and puts them into the store, under a hash of the model, the plan and the salt. Or give --tables FILE.
  *
- * In this order: options, tables, the prompt, main.
+ * A value that the library refuses is counted, named in a sentence, and replaced: tables at once, pages when the prompt
+ * is published. A store's put replaces while `replaces` is 1, and its get adds to `n_refused` what it cannot give.
+ *
+ * In this order: options, tables, pages that were refused, the prompt, main.
  */
 #ifndef SHARED_PROMPT_H
 #define SHARED_PROMPT_H
@@ -25,6 +28,10 @@ typedef struct shared_prompt {
     const char *salt, *logits_path; /* logits_path: NULL, or a file for the logits behind the prompt */
     int *tokens, n_tokens, publishes;
     float *logits;
+    int n_refused;   /* values of the store that were wrong */
+    int replaces;    /* 1: put replaces the value that the store has; 0: the first value stays */
+    int has_refused; /* 1: `first_refused` is the hash of a page whose value was wrong */
+    tkv_prefix_hash first_refused;
 } shared_prompt;
 
 #define SHARED_PROMPT_HELP                                                                                   \
@@ -108,25 +115,66 @@ static inline void learn_tables(const shared_prompt *s, const tkv_prefix_hash *k
     printf("[tables learned from %s tokens: %s bytes in the store]\n", commas(n), commas((double)size));
 }
 
+/* Loads the tables of the store. Returns 0 if it has none, or wrong ones, which the next put replaces. */
+static inline int load_shared_tables(shared_prompt *s, tkv_cache *kv, const tkv_prefix_hash *key) {
+    const void *bytes = NULL;
+    size_t size = 0;
+    const int n_before = s->n_refused;
+    if (s->store.get(s->store.user, key, 1, &bytes, &size) == 1 && bytes) {
+        const tkv_status status = tkv_load_calibration(kv, bytes, size);
+        if (status == TKV_OK) return 1;
+        if (status == TKV_ERR_DATA) {
+            s->n_refused++;
+            fprintf(stderr, PROGRAM ": the tables in the store are damaged, and are replaced: %s\n",
+                    tkv_get_last_error(kv));
+        }
+    }
+    s->replaces = s->n_refused > n_before;
+    return 0;
+}
+
 /* Makes a cache with the tables of the store. If the store fails, the cache learns its own, and shares nothing. */
-static inline tkv_cache *create_shared(const shared_prompt *s, const char *name) {
+static inline tkv_cache *create_shared(shared_prompt *s, const char *name) {
     const tkv_prefix_hash key = table_key(s, name);
     tkv_prefix_hash any;
     tkv_prefix_params p;
-    const void *bytes = NULL;
-    size_t size = 0;
     tkv_cache *kv = create(&s->cfg);
     if (s->opt.tables) load_tables(&s->opt, kv);
     memset(&p, 0, sizeof p);
     if (tkv_get_prefix_hash(kv, &p, 0, &any) != TKV_ERR_STATE) return kv; /* no table is missing */
     for (int tries = 0; tries < 2; tries++) {
-        if (s->store.get(s->store.user, &key, 1, &bytes, &size) == 1 && bytes &&
-            tkv_load_calibration(kv, bytes, size) == TKV_OK)
-            return kv;
+        if (load_shared_tables(s, kv, &key)) return kv;
         if (tries == 0) learn_tables(s, &key);
+        s->replaces = 0;
     }
     fprintf(stderr, PROGRAM ": the store has no tables, so this program shares nothing\n");
     return kv;
+}
+
+/* >>pages that were refused. The library gets these functions in place of the store. */
+static inline int get_pages(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes,
+                            size_t *sizes) {
+    const shared_prompt *s = (const shared_prompt *)user;
+    return s->store.get(s->store.user, hashes, n, bytes, sizes);
+}
+
+static inline int put_page(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
+    const shared_prompt *s = (const shared_prompt *)user;
+    return s->store.put(s->store.user, hash, bytes, size);
+}
+
+/* Pages behind a refused one were not verified. So they are replaced with it. */
+static inline int has_whole_page(void *user, const tkv_prefix_hash *hash) {
+    shared_prompt *s = (shared_prompt *)user;
+    if (s->has_refused && memcmp(hash, &s->first_refused, sizeof *hash) == 0) s->replaces = 1;
+    return !s->replaces && s->store.has && s->store.has(s->store.user, hash);
+}
+
+/* Remembers the page behind those that were found as the first refused one. */
+static inline void refuse_page(shared_prompt *s, tkv_cache *kv, const tkv_prefix_params *p, int page) {
+    s->has_refused = tkv_get_prefix_hash(kv, p, page + 1, &s->first_refused) == TKV_OK;
+    fprintf(stderr, PROGRAM ": a value of the store is damaged: the prompt is read again from page %d on%s\n",
+            page, s->publishes ? ", and these pages are replaced" : "");
 }
 
 /* >>the prompt */
@@ -161,6 +209,7 @@ static inline void run_shared_prompt(shared_prompt *s) {
     char name[MODEL_NAME];
     tkv_prefix_params p;
     tkv_prefix_info found, put;
+    const tkv_prefix_store store = {s, get_pages, put_page, has_whole_page};
     const int context = context_of(&s->opt, &s->model);
     s->n_tokens = read_prompt(&s->model, &s->opt, context - s->opt.n, 0, 0, &s->tokens);
     s->logits = (float *)allocate((size_t)s->model.vocab, sizeof *s->logits);
@@ -176,14 +225,17 @@ static inline void run_shared_prompt(shared_prompt *s) {
     p.model_bytes = strlen(name);
     p.salt = s->salt;
     p.salt_bytes = strlen(s->salt);
+    const int n_refused = s->n_refused;
     const double start = latency_now();
-    tkv_status status = tkv_seq_adopt_prefix(kv, &p, &s->store, &found);
+    tkv_status status = tkv_seq_adopt_prefix(kv, &p, &store, &found);
     if (status != TKV_OK && status != TKV_ERR_STATE) fail("%s", cache_fault(kv, status));
     const double adopted = latency_now();
+    s->n_refused += found.n_rejected;
+    if (s->n_refused > n_refused) refuse_page(s, kv, &p, found.n_pages);
     read_tokens(s, kv, s->tokens + found.n_tokens, s->n_tokens - found.n_tokens);
     const double first = latency_now();
     write_logits(s);
-    if (s->publishes && status == TKV_OK) status = tkv_seq_publish_prefix(kv, &p, &s->store, &put);
+    if (s->publishes && status == TKV_OK) status = tkv_seq_publish_prefix(kv, &p, &store, &put);
     if (status != TKV_OK && status != TKV_ERR_STATE) fail("%s", cache_fault(kv, status));
     const double published = latency_now();
     write_text(s, kv);
@@ -192,7 +244,7 @@ static inline void run_shared_prompt(shared_prompt *s) {
            commas((double)found.bytes), commas(s->n_tokens - found.n_tokens), 1e3 * (first - adopted));
     printf("[first token after %.1f ms; %d pages put in %.1f ms, %s bytes; %d values refused]\n",
            1e3 * (first - start), put.n_put, 1e3 * (published - first), commas((double)put.bytes),
-           found.n_rejected);
+           s->n_refused);
     tkv_destroy(kv);
     free(s->tokens);
     free(s->logits);

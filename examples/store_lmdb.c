@@ -5,7 +5,8 @@
  *
  * The second program that reads a prompt finds its pages in the database, and begins to write in a fraction of the
  * time. Any number of programs may read and write at once. A killed program leaves a whole database.
- * Above --limit the values that were used longest ago go. Whatever fails is a miss, and the prompt is read.
+ * Above --limit the values that were used longest ago go. Whatever fails is a miss, and the prompt is read. The first
+ * failure of the database is printed, so that it does not look like an empty store.
  *
  *     pages    hash -> value
  *     last     hash -> number of its last use (8 bytes, big-endian)
@@ -37,7 +38,8 @@ typedef struct lmdb_store {
     MDB_dbi pages, last, uses, counts;
     MDB_txn *reader; /* open while values of the last get are valid */
     const char *path;
-    int limit; /* MiB */
+    int limit;     /* MiB */
+    int is_failed; /* 1: a failure was printed */
 } lmdb_store;
 
 /* >>numbers */
@@ -91,6 +93,14 @@ static int use_hash(const lmdb_store *s, MDB_txn *txn, const tkv_prefix_hash *ha
 }
 
 /* >>get */
+/* Prints the first failure. Returns 1 if the call has failed. */
+static int is_failure(lmdb_store *s, int failed) {
+    if (!failed || failed == MDB_NOTFOUND || failed == MDB_KEYEXIST) return 0;
+    if (!s->is_failed) fprintf(stderr, PROGRAM ": the store %s fails: %s\n", s->path, mdb_strerror(failed));
+    s->is_failed = 1;
+    return 1;
+}
+
 static void end_reading(lmdb_store *s) {
     if (s->reader) mdb_txn_abort(s->reader);
     s->reader = NULL;
@@ -116,10 +126,11 @@ static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const voi
     lmdb_store *s = (lmdb_store *)user;
     int found = 0, is_any_old = 0;
     end_reading(s);
-    if (mdb_txn_begin(s->env, NULL, MDB_RDONLY, &s->reader)) return 0;
+    if (is_failure(s, mdb_txn_begin(s->env, NULL, MDB_RDONLY, &s->reader))) return 0;
     for (; found < n; found++) {
         MDB_val key = val(&hashes[found], HASH), v;
-        if (mdb_get(s->reader, s->pages, &key, &v)) break;
+        const int failed = mdb_get(s->reader, s->pages, &key, &v);
+        if (is_failure(s, failed) || failed) break;
         bytes[found] = v.mv_data;
         sizes[found] = v.mv_size;
         is_any_old |= is_old(s, s->reader, &hashes[found]);
@@ -134,7 +145,7 @@ static int store_has(void *user, const tkv_prefix_hash *hash) {
     MDB_val key = val(hash, HASH), v;
     MDB_txn *txn;
     end_reading(s);
-    if (mdb_txn_begin(s->env, NULL, MDB_RDONLY, &txn)) return 0;
+    if (is_failure(s, mdb_txn_begin(s->env, NULL, MDB_RDONLY, &txn))) return 0;
     const int found = mdb_get(txn, s->pages, &key, &v) == 0;
     mdb_txn_abort(txn);
     return found;
@@ -166,18 +177,20 @@ static int remove_oldest(const lmdb_store *s, MDB_txn *txn, uint64_t *bytes) {
 static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
     lmdb_store *s = (lmdb_store *)user;
     const uint64_t limit = (uint64_t)s->limit << 20;
-    MDB_val key = val(hash, HASH), v = val(bytes, size);
+    MDB_val key = val(hash, HASH), v = val(bytes, size), old;
     MDB_txn *txn;
     end_reading(s);
-    if (size > limit || mdb_txn_begin(s->env, NULL, 0, &txn)) return 1;
+    if (size > limit || is_failure(s, mdb_txn_begin(s->env, NULL, 0, &txn))) return 1;
     uint64_t all = get_count(s, txn, "bytes");
-    int failed = mdb_put(txn, s->pages, &key, &v, MDB_NOOVERWRITE); /* the first value stays */
+    if (s->prompt.replaces && mdb_get(txn, s->pages, &key, &old) == 0)
+        all -= old.mv_size < all ? old.mv_size : all;
+    int failed = mdb_put(txn, s->pages, &key, &v, s->prompt.replaces ? 0 : MDB_NOOVERWRITE);
     if (!failed) failed = use_hash(s, txn, hash);
     for (all += size; !failed && all > limit;) failed = remove_oldest(s, txn, &all);
     if (!failed) failed = put_count(s, txn, "bytes", all);
     if (failed) mdb_txn_abort(txn);
     else failed = mdb_txn_commit(txn);
-    return failed != 0 && failed != MDB_KEYEXIST;
+    return is_failure(s, failed) || (failed != 0 && failed != MDB_KEYEXIST);
 }
 
 /* >>main */

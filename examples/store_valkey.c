@@ -7,6 +7,10 @@
  * waits long for the server: a call has 20 ms, and a millisecond more for each 50 KB that came. After a failure the
  * program leaves the server alone for a second, then for two, up to 30. Whatever fails is a miss: the prompt is read.
  *
+ * What the server refuses (a missing password, a right that the user lacks, memory that is full) is counted and printed
+ * once, in the server's words. A key that holds no string counts as a refused value, and is replaced. The user needs
+ * the commands MGET and STRLEN, and SET to publish.
+ *
  * A server is not trusted. A list or a value (--most) that is longer than asked fails before memory is taken for it,
  * and a call ends after 8 * --most bytes. The values are verified (tkv_seq_adopt_prefix). But their checksums can be
  * computed by anyone: give the server a password, and no stranger the right to write.
@@ -52,18 +56,24 @@ typedef struct valkey_store {
     redisReply *values;   /* of the last get; they are valid until the next call */
     redisReplyObjectFunctions bounded;
     double closed_until, pause; /* the circuit breaker: no call before this time */
-    int n_hits, n_misses, n_faults, n_skipped, n_times;
+    int n_hits, n_misses, n_faults, n_skipped, n_denied, n_times;
+    int is_too_long;            /* the last reply had a value of more than --most */
+    char told[16];              /* the first word of the server's error that was printed last */
     double bytes, times[TIMES]; /* seconds of the first calls */
 } valkey_store;
 
 /* >>connection */
-/* A call has failed. The server is left alone for a while. */
-static void *fault(valkey_store *s) {
+static void leave_alone(valkey_store *s) {
     if (s->server) redisFree(s->server);
     s->server = NULL;
-    s->n_faults++;
     s->closed_until = latency_now() + s->pause;
     s->pause = 2 * s->pause < longest_pause ? 2 * s->pause : longest_pause;
+}
+
+/* A call has failed. The server is left alone for a while. */
+static void *fault(valkey_store *s) {
+    leave_alone(s);
+    s->n_faults++;
     return NULL;
 }
 
@@ -74,10 +84,11 @@ static void *create_short_list(const redisReadTask *task, list_length n) {
 }
 
 /* Returns 1 if the item that is not whole yet may become whole: a value of few enough bytes, or a line. */
-static int may_go_on(const valkey_store *s) {
+static int may_go_on(valkey_store *s) {
     const redisReader *r = s->server->reader;
     const long long length = reply_item(r) == REDIS_REPLY_STRING ? strtoll(r->buf + r->pos, NULL, 10) : 0;
-    return length <= (long long)s->most << 20 && (long long)(r->len - r->pos) <= length + LINE;
+    s->is_too_long = length > (long long)s->most << 20;
+    return !s->is_too_long && (long long)(r->len - r->pos) <= length + LINE;
 }
 
 /* Waits for the socket. Returns 0 if it is not ready before the deadline. */
@@ -121,6 +132,21 @@ static redisReply *call(valkey_store *s, int n, const char **words, const size_t
     return reply;
 }
 
+/* Counts an error that the server replied, and prints it once. Without the right to be there the server is left alone. */
+static void deny(valkey_store *s, const redisReply *error) {
+    char code[sizeof s->told];
+    snprintf(code, sizeof code, "%.*s", (int)strcspn(error->str, " "), error->str);
+    s->n_denied++;
+    if (strcmp(code, s->told) != 0) {
+        fprintf(stderr, PROGRAM ": the server refuses: ");
+        for (int i = 0; i < 200 && error->str[i]; i++) /* no control characters of a stranger's */
+            fputc(error->str[i] >= ' ' && error->str[i] < 127 ? error->str[i] : '?', stderr);
+        fputc('\n', stderr);
+    }
+    memcpy(s->told, code, sizeof code);
+    if (strcmp(code, "NOAUTH") == 0) leave_alone(s);
+}
+
 /* Connects, if there is no connection, and says who asks. Returns 0 if there is none, or must be none now. */
 static int is_connected(valkey_store *s) {
     const struct timeval timeout = {s->timeout / 1000, 1000 * (s->timeout % 1000)};
@@ -146,8 +172,11 @@ static int is_connected(valkey_store *s) {
     for (int i = 0; i < 3; i++) bytes[i] = strlen(words[i]);
     redisReply *reply = call(s, s->user ? 3 : 2, words, bytes, 4096);
     const int ok = reply && reply->type == REDIS_REPLY_STATUS;
+    if (reply && reply->type == REDIS_REPLY_ERROR) {
+        deny(s, reply);
+        if (s->server) leave_alone(s);
+    } else if (reply && !ok) (void)fault(s);
     if (reply) freeReplyObject(reply);
-    if (reply && !ok) (void)fault(s);
     return ok;
 }
 
@@ -163,30 +192,69 @@ static void forget_values(valkey_store *s) {
 }
 
 /* >>the store */
-static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes) {
-    valkey_store *s = (valkey_store *)user;
-    const size_t most = (size_t)s->most << 20;
+/* Asks for the length of a value. Returns 1 if the server has it, 0 if not, -1 if the call fails or is refused. A value
+ * that is no string counts as refused, and is not there. */
+static int find_value(valkey_store *s, const tkv_prefix_hash *hash) {
+    char key[KEY];
+    const char *words[] = {"STRLEN", key};
+    write_key(key, hash);
+    const size_t lengths[] = {6, strlen(key)};
+    redisReply *reply = is_connected(s) ? call(s, 2, words, lengths, 256) : NULL;
+    int found = reply && reply->type == REDIS_REPLY_INTEGER ? reply->integer > 0 : -1;
+    if (reply && reply->type == REDIS_REPLY_ERROR && strncmp(reply->str, "WRONGTYPE", 9) == 0) {
+        s->prompt.n_refused++;
+        fprintf(stderr, PROGRAM ": the server has no string as %s\n", key);
+        found = 0;
+    } else if (reply && reply->type == REDIS_REPLY_ERROR) deny(s, reply);
+    if (reply) freeReplyObject(reply);
+    return found;
+}
+
+/* A value that is longer than any page counts as refused. The server has not failed: it is asked again. */
+static void refuse_long_value(valkey_store *s) {
+    s->prompt.n_refused++;
+    s->closed_until = 0;
+    s->pause = first_pause;
+    fprintf(stderr, PROGRAM ": a value of the server is longer than --most (%d MiB)\n", s->most);
+}
+
+/* Asks for values. NULL: there is no list of n replies. */
+static redisReply *ask_values(valkey_store *s, const tkv_prefix_hash *hashes, int n) {
     const char *words[1 + MOST_KEYS] = {"MGET"};
     char keys[MOST_KEYS][KEY];
     size_t lengths[1 + MOST_KEYS] = {4};
-    int found = 0;
-    forget_values(s);
-    n = n < MOST_KEYS ? n : MOST_KEYS;
     for (int i = 0; i < n; i++) {
         write_key(keys[i], &hashes[i]);
         words[1 + i] = keys[i];
         lengths[1 + i] = strlen(keys[i]);
     }
-    if (is_connected(s)) s->values = call(s, 1 + n, words, lengths, (size_t)n * (most + 64) + 64);
-    if (s->values) s->pause = first_pause;
-    if (s->values && s->values->type == REDIS_REPLY_ARRAY && s->values->elements == (size_t)n)
-        for (; found < n && s->values->element[found]->type == REDIS_REPLY_STRING; found++) {
-            const redisReply *r = s->values->element[found];
-            if ((size_t)r->len > most) break;
-            bytes[found] = r->str;
-            sizes[found] = (size_t)r->len;
-            s->bytes += (double)sizes[found];
-        }
+    if (!is_connected(s)) return NULL;
+    s->is_too_long = 0;
+    redisReply *reply = call(s, 1 + n, words, lengths, (size_t)n * (((size_t)s->most << 20) + 64) + 64);
+    if (!reply && s->is_too_long) refuse_long_value(s);
+    if (!reply) return NULL;
+    s->pause = first_pause;
+    if (reply->type == REDIS_REPLY_ARRAY && reply->elements == (size_t)n) return reply;
+    if (reply->type == REDIS_REPLY_ERROR) deny(s, reply);
+    freeReplyObject(reply);
+    return NULL;
+}
+
+static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const void **bytes, size_t *sizes) {
+    valkey_store *s = (valkey_store *)user;
+    int found = 0;
+    forget_values(s);
+    n = n < MOST_KEYS ? n : MOST_KEYS;
+    s->values = ask_values(s, hashes, n);
+    for (; s->values && found < n && s->values->element[found]->type == REDIS_REPLY_STRING; found++) {
+        const redisReply *r = s->values->element[found];
+        bytes[found] = r->str;
+        sizes[found] = (size_t)r->len;
+        s->bytes += (double)sizes[found];
+    }
+    /* MGET says nil of a value that is no string too */
+    if (s->values && found < n && s->values->element[found]->type == REDIS_REPLY_NIL)
+        (void)find_value(s, &hashes[found]);
     s->n_hits += found;
     s->n_misses += n - found;
     return found;
@@ -194,28 +262,26 @@ static int store_get(void *user, const tkv_prefix_hash *hashes, int n, const voi
 
 static int store_has(void *user, const tkv_prefix_hash *hash) {
     valkey_store *s = (valkey_store *)user;
-    char key[KEY];
-    const char *words[] = {"EXISTS", key};
+    const int n_refused = s->prompt.n_refused;
     forget_values(s);
-    write_key(key, hash);
-    const size_t lengths[] = {6, strlen(key)};
-    redisReply *reply = is_connected(s) ? call(s, 2, words, lengths, 256) : NULL;
+    const int found = find_value(s, hash);
+    if (s->prompt.n_refused > n_refused) s->prompt.replaces = 1;
     /* a page that cannot be put now need not be saved: it counts as there */
-    const int has = !reply || (reply->type == REDIS_REPLY_INTEGER && reply->integer == 1);
-    if (reply) freeReplyObject(reply);
-    return has;
+    return found != 0;
 }
 
 static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes, size_t size) {
     valkey_store *s = (valkey_store *)user;
     char key[KEY], ttl[16];
-    const char *words[] = {"SET", key, (const char *)bytes, "NX", "EX", ttl};
+    const char *words[] = {"SET", key, (const char *)bytes, "EX", ttl, "NX"};
+    const int n = s->prompt.replaces ? 5 : 6;
     forget_values(s);
     write_key(key, hash);
     snprintf(ttl, sizeof ttl, "%d", s->ttl);
-    const size_t lengths[] = {3, strlen(key), size, 2, 2, strlen(ttl)};
+    const size_t lengths[] = {3, strlen(key), size, 2, strlen(ttl), 2};
     if (size > (size_t)s->most << 20) return 1;
-    redisReply *reply = is_connected(s) ? call(s, 6, words, lengths, 4096) : NULL;
+    redisReply *reply = is_connected(s) ? call(s, n, words, lengths, 4096) : NULL;
+    if (reply && reply->type == REDIS_REPLY_ERROR) deny(s, reply);
     /* nil: another program was first, and its value stays */
     const int ok = reply && (reply->type == REDIS_REPLY_STATUS || reply->type == REDIS_REPLY_NIL);
     if (reply) freeReplyObject(reply);
@@ -224,14 +290,19 @@ static int store_put(void *user, const tkv_prefix_hash *hash, const void *bytes,
 
 /* >>metrics */
 static void write_counts(const valkey_store *s) {
-    static const char *const names[] = {"hits", "misses", "faults", "skipped", "bytes"};
-    static const char *const helps[] = {"Pages that the server had.", "Pages that it had not.",
-                                        "Calls that failed.", "Calls left out meanwhile.",
+    static const char *const names[] = {"hits", "misses", "faults", "skipped", "refused", "bytes"};
+    static const char *const helps[] = {"Pages that the server had.",
+                                        "Pages that it had not.",
+                                        "Calls that failed.",
+                                        "Calls left out meanwhile.",
+                                        "Values that were wrong, and calls that the server refused.",
                                         "Bytes of values."};
-    const double counts[] = {1. * s->n_hits, 1. * s->n_misses, 1. * s->n_faults, 1. * s->n_skipped, s->bytes};
+    const int n_refused = s->prompt.n_refused + s->n_denied;
+    const double counts[] = {1. * s->n_hits,    1. * s->n_misses, 1. * s->n_faults,
+                             1. * s->n_skipped, 1. * n_refused,   s->bytes};
     if (!s->metrics) return;
     save_file f = begin_file(s->metrics);
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 6; i++) {
         fprintf(f.out, "# HELP prefix_store_%s_total %s\n", names[i], helps[i]);
         fprintf(f.out, "# TYPE prefix_store_%s_total counter\n", names[i]);
         fprintf(f.out, "prefix_store_%s_total %.0f\n", names[i], counts[i]);
@@ -291,8 +362,8 @@ int main(int argc, char **argv) {
     begin_shared_prompt(&s.prompt, argc, argv, usage, parse_own_option, &s);
     s.prompt.store = open_store(&s);
     run_shared_prompt(&s.prompt);
-    printf("[server: %d pages there, %d not, %d calls failed, %d left out]\n", s.n_hits, s.n_misses,
-           s.n_faults, s.n_skipped);
+    printf("[server: %d pages there, %d not, %d calls failed, %d left out, %d refused]\n", s.n_hits,
+           s.n_misses, s.n_faults, s.n_skipped, s.n_denied);
     write_counts(&s);
     close_store(&s);
     end_shared_prompt(&s.prompt);

@@ -1,6 +1,6 @@
 /*
  * llama_memory.c - sequences of llama.cpp on a KV cache in tiers, through llama.h alone. tests/test_llama_patch.py builds
- * and runs it: llama_memory MODEL TEXT.
+ * and runs it: llama_memory MODEL TEXT FILE, which is written.
  */
 #include <llama.h>
 #include <math.h>
@@ -13,7 +13,7 @@ enum { MOST = 2048, SHORT = 300 };
 static const char exact_plan[] = "tiers.hot_tokens = unlimited, tiers.hot = f32";
 static const char tiered_plan[] = "preset = balanced, tiers.warm_tokens = 64";
 static struct llama_model *model;
-static int tokens[MOST], vocab, n_checks, n_failed;
+static int tokens[MOST], vocab, n_checks, n_failed, n_bad_allocs;
 
 static void expect(int ok, const char *what, double x) {
     n_checks++;
@@ -243,8 +243,8 @@ static void test_states(const char *plan) {
 
     expect(decode(other, 100, 50, 0, 1, 1) == 0, "another sequence", 0);
     a = look(other, 1);
-    for (int i = 0; i < 40; i++) { /* 8 bytes are llama.cpp's */
-        unsigned char *byte = &bytes[i < 16 ? 8 + (size_t)i : (size / 40) * (size_t)i];
+    for (int i = 0; i < 44; i++) { /* 8 bytes are llama.cpp's */
+        unsigned char *byte = &bytes[i < 20 ? 8 + (size_t)i : (size / 44) * (size_t)i];
         *byte ^= 1;
         expect(llama_state_seq_set_data(other, bytes, size, 1) == 0, "damaged bytes are refused", i);
         *byte ^= 1;
@@ -252,6 +252,12 @@ static void test_states(const char *plan) {
     expect(llama_state_seq_set_data(other, bytes, size / 2, 1) == 0, "cut bytes are refused", 0);
     d = difference(a, look(other, 1));
     expect(d == 0, "a failed load changes nothing", d);
+
+    /* states of before had no magic number */
+    memmove(bytes + 8, bytes + 12, size - 12);
+    expect(llama_state_seq_set_data(other, bytes, size - 4, 1) == size - 4, "an older state is loaded", 0);
+    d = difference(look(ctx, 0), look(other, 1));
+    expect(d == 0, "it gives the same logits", d);
 
     expect(llama_state_set_data(other, whole, all) == all, "all is loaded", 0);
     expect(llama_memory_seq_pos_max(mem, 1) == -1 && llama_memory_seq_pos_max(mem, 3) == -1,
@@ -266,20 +272,106 @@ static void test_states(const char *plan) {
     llama_free(other);
 }
 
+/* States of a tiered cache and of a plain one refuse each other, in memory and in files. */
+static void test_foreign_states(const char *path) {
+    struct llama_context *ctx[2] = {create("", 2048), create(NULL, 2048)};
+    for (int i = 0; i < 2; i++) expect(decode(ctx[i], 0, SHORT, 0, 0, 1) == 0, "a prompt is decoded", i);
+    for (int i = 0; i < 2; i++) {
+        struct llama_context *mine = ctx[i], *its = ctx[1 - i];
+        int read[SHORT];
+        size_t n = 0;
+        const size_t size = llama_state_seq_get_size(mine, 0);
+        unsigned char *bytes = malloc(size);
+        expect(llama_state_seq_get_data(mine, bytes, size, 0) == size, "a sequence is saved", i);
+        expect(llama_state_seq_set_data(its, bytes, size, 1) == 0, "the other cache refuses it", i);
+        free(bytes);
+        expect(llama_state_seq_save_file(mine, path, 0, tokens, SHORT) > 0, "a file is saved", i);
+        expect(llama_state_seq_load_file(its, path, 1, read, SHORT, &n) == 0, "the other cache refuses it",
+               i);
+        expect(llama_state_seq_load_file(mine, path, 1, read, SHORT, &n) > 0 && n == SHORT,
+               "its own loads it", i);
+        check_same(mine, 0, 1, NULL, "it gives the same logits");
+        expect(llama_state_save_file(mine, path, tokens, SHORT), "all is saved to a file", i);
+        expect(!llama_state_load_file(its, path, read, SHORT, &n), "the other cache refuses it", i);
+        expect(llama_state_load_file(mine, path, read, SHORT, &n) && n == SHORT, "its own loads it", i);
+    }
+    expect(n_bad_allocs == 0, "no size of a foreign state is believed", n_bad_allocs);
+    for (int i = 0; i < 2; i++) llama_free(ctx[i]);
+    remove(path);
+}
+
+/* 1 if sequence `seq` has the bytes of a state that was saved. */
+static int has_state(struct llama_context *ctx, int seq, const unsigned char *bytes, size_t size) {
+    const size_t n = llama_state_seq_get_size(ctx, seq);
+    unsigned char *now = malloc(n);
+    const int same = llama_state_seq_get_data(ctx, now, n, seq) == size && memcmp(now, bytes, size) == 0;
+    free(now);
+    return same;
+}
+
+static void reply(struct llama_context *ctx, int pos, int n, int seq) {
+    for (int i = 0; i < n; i++)
+        expect(decode(ctx, pos + i, 1, pos + i, seq, 1) == 0, "a token of a reply", i);
+}
+
+/* A reply that is removed leaves its prompt as it was before. */
+static void test_replies(const char *plan, int has_marks) {
+    enum { PROMPT = 400, REPLY = 160 };
+    struct llama_context *ctx = create(plan, 2048);
+    llama_memory_t mem = llama_get_memory(ctx);
+    expect(decode(ctx, 0, PROMPT, 0, 0, 1) == 0, "a prompt is decoded", 0);
+    const size_t size = llama_state_seq_get_size(ctx, 0);
+    unsigned char *before = malloc(size);
+    expect(llama_state_seq_get_data(ctx, before, size, 0) == size, "it is saved", 0);
+    for (int i = 0; i < 2; i++) {
+        reply(ctx, PROMPT, REPLY, 0);
+        expect(llama_memory_seq_rm(mem, 0, PROMPT, -1), "the reply is removed", i);
+        expect(llama_memory_seq_pos_max(mem, 0) == PROMPT - 1, "the prompt is left", i);
+        expect(has_state(ctx, 0, before, size) == has_marks, "the prompt is what it was", i);
+    }
+    if (!has_marks) goto end;
+
+    /* a server cuts the last token of the prompt too, and reads it again */
+    reply(ctx, PROMPT, REPLY, 0);
+    expect(llama_memory_seq_rm(mem, 0, PROMPT - 1, -1), "the last token of the prompt is removed too", 0);
+    reply(ctx, PROMPT - 1, 1, 0);
+    expect(llama_state_seq_get_size(ctx, 0) == size, "the prompt is as exact as before", 0);
+
+    /* a mark goes with the tokens that it was made of */
+    reply(ctx, PROMPT, REPLY, 0);
+    expect(decode(ctx, 1000, 300, 0, 1, 1) == 0, "another prompt", 0);
+    llama_memory_seq_cp(mem, 1, 0, -1, -1);
+    llama_memory_seq_cp(mem, 1, 2, -1, -1);
+    for (int i = 0; i < 3; i++) expect(llama_memory_seq_rm(mem, i, 200, -1), "the sequences are cut", i);
+    check_same(ctx, 1, 2, plan, "a cut copy");
+    check_same(ctx, 1, 0, plan, "a cut copy in the place of a sequence with a mark");
+    reply(ctx, 200, 2, 2);
+    llama_memory_seq_rm(mem, 2, 50, 60);
+    llama_memory_seq_add(mem, 2, 60, -1, -10);
+    expect(llama_memory_seq_rm(mem, 2, 150, -1), "a moved sequence is cut", 0);
+    expect(llama_memory_seq_pos_max(mem, 2) == 149, "where it was moved to", 0);
+    llama_memory_seq_rm(mem, 2, -1, -1);
+    expect(llama_memory_seq_pos_max(mem, 2) == -1, "an empty sequence has no mark", 0);
+end:
+    free(before);
+    llama_free(ctx);
+}
+
 static void print_error(enum ggml_log_level level, const char *text, void *user) {
     (void)user;
+    n_bad_allocs += strstr(text, "bad_alloc") != NULL;
     if (level == GGML_LOG_LEVEL_ERROR && getenv("VERBOSE")) fputs(text, stderr);
 }
 
 int main(int argc, char **argv) {
     struct llama_model_params p = llama_model_default_params();
     static char text[16 * MOST];
-    FILE *f = argc == 3 ? fopen(argv[2], "rb") : NULL;
+    FILE *f = argc == 4 ? fopen(argv[2], "rb") : NULL;
     const size_t size = f ? fread(text, 1, sizeof text, f) : 0;
     llama_log_set(print_error, NULL);
     ggml_backend_load_all();
     model = size ? llama_model_load_from_file(argv[1], p) : NULL;
-    if (!model) return puts("llama_memory MODEL TEXT"), 1;
+    if (!model) return puts("llama_memory MODEL TEXT FILE"), 1;
     const struct llama_vocab *v = llama_model_get_vocab(model);
     int *all = malloc((size + 16) * sizeof *all);
     vocab = llama_vocab_n_tokens(v);
@@ -299,6 +391,12 @@ int main(int argc, char **argv) {
     test_failures();
     test_states(exact_plan);
     test_states(tiered_plan);
+    test_foreign_states(argv[3]);
+    test_replies("tiers.warm = kivi4, tiers.archive = kivi2, tiers.hot_tokens = 64, tiers.warm_tokens = 64",
+                 1);
+    test_replies("tiers.warm = kivi4, tiers.archive = kivi2, tiers.hot_tokens = 64, tiers.warm_tokens = 64, "
+                 "budget.bytes = 14M, budget.pressure.threshold = .1",
+                 0);
     llama_model_free(model);
     printf("%d checks, %d failed\n", n_checks, n_failed);
     return n_failed != 0;

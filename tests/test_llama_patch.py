@@ -9,6 +9,7 @@ import glob
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -29,6 +30,11 @@ PATCH = os.path.join(ROOT, "examples", "llama.patch")
 TEXT = os.path.join(ROOT, "bench", "QUALITY.md")
 EXACT = "tiered:tiers.hot_tokens=unlimited,tiers.hot=f32"
 BUDGET = "tiered:budget.bytes=%d"
+
+
+def limit_memory():
+    """A wrong size in a file must not fill the machine."""
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 
 
 def program(name):
@@ -78,7 +84,8 @@ class Memory(unittest.TestCase):
             subprocess.run(["cc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", os.path.join(ROOT, "tests", "llama_memory.c"),
                             "-o", path, "-isystem", os.path.join(DIR, "include"), "-isystem", os.path.join(DIR, "ggml", "include"),
                             "-L" + libraries, "-Wl,-rpath," + libraries, "-lllama", "-lggml", "-lggml-base", "-lm"], check=True)
-            done = subprocess.run([path, model, TEXT], capture_output=True, text=True, timeout=900)
+            done = subprocess.run([path, model, TEXT, os.path.join(place, "state")], capture_output=True, text=True, timeout=900,
+                                  preexec_fn=limit_memory)
             self.assertRegex(done.stdout, r"^\d+ checks, 0 failed\n$")
             self.assertEqual(done.returncode, 0)
 
@@ -142,6 +149,8 @@ class Perplexity(unittest.TestCase):
                                 (["--kv", "tiered:tiers.hot=kivi9"], "plan of the tiered KV cache: line 1"),
                                 (["--kv", "tiered:model.head_dim=4"], "model.* comes from the model"),
                                 (["--kv", "tiered:budget.bytes=1K"], "plan of the tiered KV cache: "),
+                                (["--kv", "tiered", "-ctk", "q8_0"], "no tiered KV cache: types of keys and values (--cache-type-k"),
+                                (["--kv", "tiered", "-ctv", "f32"], "no tiered KV cache: types of keys and values (--cache-type-k"),
                                 (["--kv", "tired"], "--kv is plain or tiered[:PLAN]")):
             done = self.run_tool(*words)
             self.assertGreater(done.returncode, 0)
@@ -158,7 +167,7 @@ class Server:
         self.process = subprocess.Popen([program("llama-server"), "-m", model, "--port", str(self.port), "-t", "1", "-tb", "1",
                                          "--slot-save-path", self.place.name, "--no-webui", "--no-warmup", "--seed", "1",
                                          "-b", "256", "-ub", "64", *words],
-                                        stdout=self.log, stderr=subprocess.STDOUT)
+                                        stdout=self.log, stderr=subprocess.STDOUT, preexec_fn=limit_memory)
         for _ in range(600):
             try:
                 if self.ask("/health")["status"] == "ok":
@@ -232,6 +241,7 @@ class Serving(unittest.TestCase):
             saved = server.ask("/slots/0?action=save", {"filename": "talk.bin"})
             self.assertGreater(saved["n_saved"], 500)
             size = os.path.getsize(os.path.join(server.place.name, "talk.bin"))
+            self.assertIn("KV cache in tiers, plan: " + self.PLAN.partition(":")[2], server.text())
             went_on = server.complete(prompt)
             server.ask("/slots/0?action=erase", {})
             server.complete(piece(9000, 300), n=1)
@@ -276,12 +286,52 @@ class Serving(unittest.TestCase):
                 self.assertGreaterEqual(same, 2)
             self.assertEqual(server.status, 0)
 
+    def test_a_file_of_another_cache_is_refused(self):
+        """A server without tiers refuses a file of tiers, and the reverse, and goes on."""
+        prompt, kinds = piece(0, 900), (["--kv", "tiered"], [])
+        with tempfile.TemporaryDirectory() as place:
+            for words in kinds:
+                with Server(self.model, *words, "-np", "1", "-c", "1024", "--slot-save-path", place) as server:
+                    server.complete(prompt, n=1)
+                    server.ask("/slots/0?action=save", {"filename": "tiers" if words else "plain"})
+                self.assertEqual(server.status, 0)
+            for words in kinds:
+                with Server(self.model, *words, "-np", "1", "-c", "1024", "--slot-save-path", place) as server:
+                    with self.assertRaises(urllib.error.HTTPError) as raised:
+                        server.ask("/slots/0?action=restore", {"filename": "plain" if words else "tiers"})
+                    raised.exception.read()
+                    self.assertEqual(raised.exception.code, 400)
+                    if not words:
+                        self.assertIn("the file is of a tiered KV cache, and this context has a plain one", server.text())
+                    restored = server.ask("/slots/0?action=restore", {"filename": "tiers" if words else "plain"})
+                    self.assertGreater(restored["n_restored"], 100)
+                    self.assertLess(server.complete(prompt)["timings"]["prompt_n"], 8)
+                self.assertEqual(server.status, 0)
+
+    def test_idle_slots_give_up_the_budget(self):
+        """Four slots in one budget, which has room for one of these prompts or two: who asks is answered. A prompt that was given up
+        is in the prompt cache."""
+        prompts = [piece(i * 1200, 1200) for i in range(5)]
+        for words in ([], ["-cram", "0"], ["--kv-unified"]):
+            with self.subTest(words), Server(self.model, "--kv", BUDGET % (6 << 20), "-np", "4", "-c", "16384", *words) as server:
+                for i, prompt in enumerate(prompts):
+                    self.assertEqual(server.complete(prompt, n=8, id_slot=i % 4)["tokens_predicted"], 8)
+                again = server.complete(prompts[1], n=8)["timings"]
+                self.assertEqual(again["prompt_n"] < 40, words != ["-cram", "0"], again)
+                log = server.text()
+                self.assertNotIn("Context size has been exceeded", log)
+                if words != ["--kv-unified"]:  # a server of these clears idle slots at each task
+                    self.assertRegex(log, r"purging slot 1 with \d+ tokens")
+                    self.assertRegex(log, r"the budget of the KV cache is full .*; an idle slot was cleared, retrying")
+            self.assertEqual(server.status, 0)
+
     def test_a_full_budget_is_an_error(self):
         with Server(self.model, "--kv", BUDGET % (6 << 20), "-np", "1", "-c", "8192", "-cram", "0") as server:
             short = server.complete(piece(0, 300))["content"]
             with self.assertRaises(urllib.error.HTTPError) as raised:
                 server.complete(piece(0, 16000))
-            raised.exception.read()
+            self.assertRegex(json.loads(raised.exception.read())["error"]["message"], r"the budget of the KV cache is full "
+                             r"\(--kv: budget.bytes = %d\): no room for 1 tokens of sequence 0: .+" % (6 << 20))
             self.assertEqual(server.complete(piece(0, 300), cache_prompt=False)["content"], short)
         self.assertEqual(server.status, 0)
 

@@ -785,6 +785,88 @@ class Transformers(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "tokens_to_remove is 3"):
             cache.crop(3)
 
+    def prompt_bits(self, cache, n):
+        """The tiers, keys and values of the first n tokens of each row."""
+        found = []
+        for row, seq in enumerate(cache.rows):
+            for layer in range(3):
+                held = n - cache.pads[row]
+                found.append(cache.tiered.tiers(layer, 0, held, seq=seq))
+                found += [side.tobytes() for side in cache.tiered.read(layer, 0, held, seq=seq)]
+        return found
+
+    def test_a_reply_that_is_taken_back(self):
+        """A reply makes its prompt coarser. Where it is cropped, the prompt is as it was, and so is the next reply."""
+        model = self.model()
+        ids = torch.randint(2, 200, (3, 300))
+        mask = torch.ones(3, 300, dtype=torch.long)
+        mask[0, :40] = 0
+        plan = {"preset": "compact", "tiers": {"hot_tokens": 64, "warm_tokens": 64}, "warm": "kivi4", "archive": "kivi2"}  # no tables
+
+        def reply(cache, n):
+            """Reads the last token of the prompt, and n more. Returns the logits."""
+            out = []
+            seen = torch.cat([mask, torch.ones(3, n + 1, dtype=torch.long)], 1)
+            for i in range(n + 1):
+                at = 299 + i
+                token = ids[:, 299:] if i == 0 else more[:, i - 1:i]
+                out.append(self.forward(model, "tieredkv", token, cache, attention_mask=seen[:, :at + 1],
+                                        position_ids=(seen[:, :at + 1].cumsum(1) - 1)[:, at:]))
+            return torch.cat(out, 1)
+        more = torch.randint(2, 200, (3, 400))
+        cache = tiered.TieredCache(model.config, **plan)
+        inputs = {"attention_mask": mask[:, :299], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, :299]}
+        self.forward(model, "tieredkv", ids[:, :299], cache, **inputs)
+        before, held = self.prompt_bits(cache, 299), cache.tiered.memory().total
+        first = reply(cache, 400)
+        self.assertNotEqual(self.prompt_bits(cache, 299), before)  # the reply has made it coarser
+        other = copy.deepcopy(cache)
+        for _ in range(2):  # and again
+            cache.crop(-401)
+            self.assertEqual((cache.get_seq_length(), cache.pads), (299, [40, 0, 0]))
+            self.assertEqual(self.prompt_bits(cache, 299), before)
+            self.assertTrue(torch.equal(reply(cache, 400), first))
+        other.crop(-401)
+        self.assertEqual(self.prompt_bits(other, 299), before)
+        # rows that were chosen keep their marks, and a cut before the end of the prompt loses as little
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        cache.crop(-411)
+        want = [before[9 * (1 - row % 2) + i] for row in range(3) for i in range(9)]
+        got = self.prompt_bits(cache, 289)
+        for a, b, pad in zip(got, want, [p for p in cache.pads for _ in range(9)]):
+            self.assertEqual(a, b[:289 - pad] if isinstance(a, list) else b[:len(a)])
+        cache.tiered.check()
+        # a mark costs the tail that the reply makes coarser, and goes with the cache's tokens
+        alone = tiered.TieredCache(model.config, **plan)
+        self.forward(model, "tieredkv", ids[:, :299], alone, **inputs)
+        reply(alone, 400)
+        with_marks = alone.tiered.memory().total
+        marks = [alone.tiered.sequence_memory(seq).own for seq in alone.marks]
+        self.assertEqual(len(marks), 3)
+        self.assertLess(sum(marks), held)
+        alone._unmark()
+        self.assertLess(alone.tiered.memory().total, with_marks)
+        alone.crop(-401)
+        self.assertNotEqual(self.prompt_bits(alone, 299), before)  # without marks it has stayed coarser
+        alone.reset()
+        self.assertEqual(alone.marks, [])
+
+    def test_marks_under_a_budget(self):
+        """A budget that is short of memory has no marks."""
+        model, ids = self.model(), torch.randint(2, 200, (1, 600))
+        for most, n_marks in (("64M", 1), ("450K", 0)):
+            cache = tiered.TieredCache(model.config, preset="balanced", budget={"bytes": most})
+            self.forward(model, "tieredkv", ids[:, :500], cache)
+            for i in range(500, 600):
+                self.forward(model, "tieredkv", ids[:, i:i + 1], cache)
+            budget = cache.tiered.budget()
+            self.assertEqual((len(cache.marks), budget.used > 0.75 * budget.budget), (n_marks, not n_marks), budget)
+            cache.crop(-150)
+            self.assertEqual(cache.get_seq_length(), 450)
+            self.forward(model, "tieredkv", ids[:, 450:], cache)
+            self.assertEqual(cache.get_seq_length(), 600)
+            cache.tiered.check()
+
     def test_rows(self):
         """Rows are chosen, repeated and reordered by forks."""
         model = self.model()

@@ -64,6 +64,7 @@ class Store(unittest.TestCase):
         """Runs the program. Returns its text, its logits and the numbers of its last lines."""
         done = subprocess.run(self.words(*args), capture_output=True, text=True, timeout=120)
         self.assertEqual(done.returncode, 0, done.stderr)
+        self.out, self.sentences = done.stdout, "".join(re.findall(r"store_\w+: .*\n", done.stderr))  # without bars
         return self.parse(done.stdout)
 
     def parse(self, out):
@@ -158,24 +159,61 @@ class Lmdb(Store):
             self.assertEqual((after[0], after[2]["refused"]), (want[0], 0), at)
         self.assertGreater(went_on, 4)
 
-    def test_damaged_values_are_read_again(self):
-        want = self.read("--no-publish")  # nothing is in the store but tables
-        self.read()
-        adopted = self.read()
+    def damage(self, magic, after):
+        """Changes 64 bytes of all values with a magic number, `after` bytes behind it. Returns how many there were."""
         path = os.path.join(self.place, "db", "data.mdb")
         with open(path, "rb") as f:
             data = bytearray(f.read())
-        values = [m.start() for m in re.finditer(rb"TKVS\x01\x00\x00\x00", bytes(data))]
-        self.assertGreaterEqual(len(values), 4)
+        values = [m.start() for m in re.finditer(magic + rb"[\x01-\x09]\x00\x00\x00", bytes(data))]
         for at in values:  # within records
-            for i in range(20000, 20064):
+            for i in range(after, after + 64):
                 data[at + i] ^= 0x55
         with open(path, "wb") as f:
             f.write(data)
+        return len(values)
+
+    def test_damaged_values_are_read_again(self):
+        want = self.read("--no-publish")  # nothing is in the store but tables
+        first = self.read()
+        adopted = self.read()
+        self.assertGreaterEqual(self.damage(b"TKVS", 20000), 4)
         again = self.read("--no-publish")
         self.assertEqual((again[2]["found"], again[2]["refused"]), (0, 1))
+        self.assertIn("a value of the store is damaged: the prompt is read again from page 0 on\n", self.sentences)
         self.assertEqual(again[0], want[0])
         self.assertLess(adopted[2]["read"], again[2]["read"])
+        mended = self.read()  # the damaged pages are replaced
+        self.assertEqual((mended[2]["found"], mended[2]["refused"], mended[2]["put"]), (0, 1, first[2]["put"]))
+        last = self.read()
+        self.assertEqual((last[2]["found"], last[2]["refused"], last[2]["put"]), (adopted[2]["found"], 0, 0))
+        self.assertEqual(last[:2], adopted[:2])
+        self.assertEqual(self.sentences, "")
+
+    def test_replaced_values_count_once(self):
+        """A value that is replaced again and again does not push others out."""
+        self.take_short_prompt()
+        self.read("--limit", "1", "--salt", "other")
+        first = self.read("--limit", "1")
+        for _ in range(12):  # an even number: what is damaged twice is whole
+            self.damage(b"TKVS", 20000)
+            again = self.read("--limit", "1")
+            self.assertEqual((again[2]["refused"], again[2]["put"]), (1, first[2]["put"]))
+        other = self.read("--limit", "1", "--salt", "other")
+        self.assertEqual((other[2]["pages"], other[2]["refused"]), (first[2]["put"], 0))
+
+    def test_damaged_tables_are_replaced(self):
+        first, adopted = self.read(), self.read()
+        self.assertEqual(self.damage(b"TKVC", 1000), 1)
+        mended = self.read()
+        self.assertEqual(mended[2]["refused"], 1)
+        self.assertIn("the tables in the store are damaged, and are replaced", self.sentences)
+        self.assertNotIn("shares nothing", self.sentences)
+        self.assertIn("[tables learned", self.out)
+        self.assertEqual(mended[0], first[0])
+        last = self.read()
+        self.assertEqual((last[2]["found"], last[2]["refused"]), (adopted[2]["found"], 0))
+        self.assertEqual(last[:2], adopted[:2])
+        self.assertEqual(self.sentences, "")
 
     def test_the_oldest_go(self):
         names = ["a", "b", "c", "d"]
@@ -360,34 +398,95 @@ class Valkey(Server):
 
     def test_users_and_passwords(self):
         self.read()
-        self.ask("ACL", "SETUSER", "reader", "on", ">word", "~tkv:*", "+mget", "+exists")
+        self.ask("ACL", "SETUSER", "reader", "on", ">word", "~tkv:*", "+mget", "+strlen")
         os.environ["TKV_STORE_PASSWORD"] = "word"
         adopted = self.read("--user", "reader")
         self.assertGreaterEqual(adopted[2]["pages"], 4)
         self.assertEqual(self.read("--user", "reader", "--salt", "x")[2]["put"], 0)  # it may not write
-        os.environ["TKV_STORE_PASSWORD"] = "wrong"
-        self.assertEqual(self.read()[2]["found"], 0)
-        del os.environ["TKV_STORE_PASSWORD"]
-        self.assertEqual(self.read()[2]["found"], 0)
+        self.assertIn("store_valkey: the server refuses: NOPERM ", self.sentences)
+        alone = self.without()
+        for word, sentence in (("wrong", "the server refuses: WRONGPASS "), (None, "the server refuses: NOAUTH ")):
+            os.environ.pop("TKV_STORE_PASSWORD")
+            if word: os.environ["TKV_STORE_PASSWORD"] = word
+            out = self.read("--metrics", os.path.join(self.place, "metrics"))
+            self.assertEqual(out[:2], alone[:2])
+            self.assertEqual((out[2]["found"], out[2]["refused"], out[2]["put"]), (0, 0, 0))
+            self.assertEqual(self.sentences.count(sentence), 1, self.sentences)
+            n_denied = int(re.search(r"^\[server: 0 pages there, .* (\d+) refused\]$", self.out, re.M).group(1))
+            self.assertGreaterEqual(n_denied, 1)
+            self.assertEqual(self.count("refused"), n_denied)
+
+    def count(self, name):
+        """A number of the file that --metrics wrote."""
+        with open(os.path.join(self.place, "metrics")) as f:
+            return int(re.search(r"^prefix_store_%s_total (\d+)$" % name, f.read(), re.M).group(1))
 
     def test_wrong_values(self):
         alone = self.without()
-        self.read()
+        first, adopted = self.read(), self.read()
         self.read("--salt", "tenant")
         keys = self.ask("KEYS", "*")
         values = {k: self.ask("GET", k) for k in keys}
-        for name in ("cut", "flipped", "empty", "of another page or tenant", "no string"):
+        for name in ("cut", "flipped", "empty", "of another page or tenant", "too long", "no string"):
             for k in keys:
                 v = values[k]
                 if name == "cut": v = v[:len(v) // 2]
                 if name == "flipped": v = v[:5000] + bytes([v[5000] ^ 1]) + v[5001:]
                 if name == "empty": v = b""
                 if name == "of another page or tenant": v = values[keys[keys.index(k) - 1]]
+                if name == "too long": v = bytes((1 << 20) + 1)
                 self.ask("DEL", k)
                 self.ask(*(("LPUSH", k, "x") if name == "no string" else ("SET", k, v)))
-            out = self.read()
-            self.assertEqual(out[:2], alone[:2], name)
-            self.assertEqual((out[2]["found"], out[2]["refused"]), (0, name != "no string"), name)
+            for words, put in ((["--no-publish"], 0), ([], first[2]["put"])):
+                metrics = os.path.join(self.place, "metrics")
+                out = self.read("--most", "1", "--metrics", metrics, *words)
+                self.assertEqual(out[:2], alone[:2], name)
+                self.assertEqual((out[2]["found"], out[2]["refused"], out[2]["put"]), (0, 1, put), name)
+                self.assertEqual(self.count("refused"), 1, name)
+                self.assertIn("a value of the store is damaged: the prompt is read again from page 0 on", self.sentences, name)
+            last = self.read()  # the wrong values were replaced
+            self.assertEqual((last[2]["found"], last[2]["refused"], last[2]["put"]), (adopted[2]["found"], 0, 0), name)
+            self.assertEqual((last[:2], self.sentences), (adopted[:2], ""), name)
+
+    def test_one_wrong_page(self):
+        """Pages before a wrong one are adopted. From it on they are replaced."""
+        self.read()
+        adopted = self.read()
+        keys = sorted(self.ask("KEYS", "*"))
+        values = {k: self.ask("GET", k) for k in keys}
+        found = []
+        for k in keys:
+            for wrong in (("SET", k, values[k][:-1]), ("LPUSH", k, "x")):
+                self.ask("DEL", k)
+                self.ask(*wrong)
+                out = self.read()
+                self.assertEqual((out[2]["refused"], out[2]["put"]), (1, adopted[2]["pages"] - out[2]["pages"]))
+                last = self.read()
+                self.assertEqual((last[2]["pages"], last[2]["refused"], self.sentences), (adopted[2]["pages"], 0, ""))
+            found.append(out[2]["pages"])
+        self.assertEqual(sorted(found), list(range(len(keys))))
+
+    def test_wrong_tables(self):
+        """Wrong tables are replaced, whatever they are, and pages are shared again."""
+        self.PLAN = []  # the default plan needs tables
+        first, adopted = self.read(), self.read()
+        self.assertGreaterEqual(adopted[2]["pages"], 4)
+        [key] = [k for k in self.ask("KEYS", "*") if self.ask("GET", k)[:4] == b"TKVC"]
+        tables = self.ask("GET", key)
+        for name in ("cut", "flipped", "empty", "too long", "no string"):
+            wrong = {"cut": tables[:-1], "flipped": tables[:1000] + bytes([tables[1000] ^ 1]) + tables[1001:], "empty": b"",
+                     "too long": bytes((1 << 20) + 1), "no string": b"x"}[name]
+            self.ask("DEL", key)
+            self.ask("LPUSH" if name == "no string" else "SET", key, wrong)
+            out = self.read("--most", "1", "--metrics", os.path.join(self.place, "metrics"))
+            self.assertEqual(out[0], first[0], name)
+            self.assertEqual((out[2]["refused"], self.count("refused")), (1, 1), name)
+            self.assertIn("are replaced" if name in ("cut", "flipped", "empty") else
+                          {"too long": "longer than --most", "no string": "has no string"}[name],
+                          self.sentences)
+            self.assertNotIn("shares nothing", self.sentences, name)
+            self.assertEqual(self.ask("GET", key), tables, name)
+            self.assertEqual((self.read()[:2], self.sentences), (adopted[:2], ""), name)
 
     def test_servers_that_fail(self):
         alone = self.without()

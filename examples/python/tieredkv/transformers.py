@@ -25,7 +25,7 @@ from transformers.masking_utils import eager_mask
 from ._native import ffi, lib
 from .cache import Cache
 from .config import Config, Value
-from .errors import make_error
+from .errors import TieredKVError, make_error
 
 NAME = "tieredkv"
 _NOTE = "_tieredkv_layer"
@@ -121,6 +121,7 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
         with owner.lock:
             if self.length == 0:
                 self.lazy_initialization(key_states, value_states)
+            owner._note_call(n)
             self._check(key_states.shape[0], self.length)
             self.length += n
             if owner.attends:
@@ -293,8 +294,13 @@ class TieredLayer(CacheLayerMixin):  # type: ignore[misc]
 class TieredCache(HFCache):  # type: ignore[misc]
     """The cache of a model, for `cache` of generate. Each row of a batch is a sequence of one tieredkv.Cache, `tiered`.
 
+    A reply that crop removes has made the prompt coarser, as its tokens grew older. So when the first single token follows a
+    prompt, each row is forked (a mark). A crop to the end of that prompt, or before it, goes on from the marks, and the prompt
+    has lost nothing. A mark shares the blocks of its row. It keeps the newest tokens of the prompt as they were: the bytes of the
+    hot tail, and of what the reply makes coarser. With a budget a mark goes before anything is compressed more for it.
+
     model       the model, which gets the attention function "tieredkv"; or its config
-    max_seqs    most rows of a batch, beams included; 0: those of the first batch, 16 at least
+    max_seqs    most rows of a batch, beams included; 0: those of the first batch, 16 at least. `tiered` has as many more, for marks
     threads     threads of one call of attention
     keywords    the plan, as in tieredkv.Config: preset="compact", hot_tokens=256, budget={"bytes": "512M"}
     """
@@ -310,6 +316,9 @@ class TieredCache(HFCache):  # type: ignore[misc]
         self.max_seqs, self.threads, self.lock = max_seqs, threads, threading.RLock()
         self.rows: list[int] = []  # the sequence of each row of the batch
         self.pads: list[int] = []  # tokens of left padding of each row, which are not stored
+        self.marks: list[int] = []  # the sequence that is the mark of each row; rows of one prompt share one. Empty: no marks
+        self.marked_length = 0  # tokens of a row in its mark, padding included
+        self._in_prompt = False  # the last call had several tokens
         self._tiered: Optional[Cache] = None
         self._warned = False
         super().__init__(layers=[TieredLayer(self, i) for i in range(described["n_layers"])])
@@ -343,7 +352,7 @@ class TieredCache(HFCache):  # type: ignore[misc]
             return
         if self._tiered is None:
             self.max_seqs = self.max_seqs or max(16, batch)
-            self._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": self.max_seqs})
+            self._tiered = Cache(threads=self.threads, **{**self.keywords, "max_seqs": 2 * self.max_seqs})
         self._check_room(batch)
         self.reset()
         self.rows, self.pads = list(range(batch)), [0] * batch
@@ -355,20 +364,73 @@ class TieredCache(HFCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Empties the cache. The next batch may have another size. Learned tables stay."""
         with self.lock:
-            for seq in range(self.max_seqs if self._tiered is not None else 0):
+            for seq in range(2 * self.max_seqs if self._tiered is not None else 0):
                 self.tiered.reset(seq)
             for layer in self.layers:
                 layer.length = 0
-            self.rows, self.pads = [], []
+            self.rows, self.pads, self.marks, self._in_prompt = [], [], [], False
+
+    def _note_call(self, n: int) -> None:
+        """Called by each layer before it takes n tokens. The first layer of a call of one token marks the prompt before it."""
+        if n > 1:
+            self._in_prompt = True
+        elif self._in_prompt:
+            self._in_prompt = False
+            self._mark()
+        if self.marks and self._is_short_of_memory():
+            self._unmark()
+
+    def _is_short_of_memory(self) -> bool:
+        """Whether the budget will soon compress more: at 0.8 of it, if the plan has no thresholds of its own."""
+        if "budget" not in self.keywords:
+            return False
+        budget = self.tiered.budget()
+        return budget.used > 0.75 * budget.budget
+
+    def _unmark(self) -> None:
+        for seq in set(self.marks):
+            self.tiered.reset(seq)
+        self.marks = []
+
+    def _mark(self) -> None:
+        """Forks each row. Without memory for that, or after a call that failed, there are no marks."""
+        self._unmark()
+        self.marked_length = self.get_seq_length()
+        is_whole = all(layer.length in (0, self.marked_length) for layer in self.layers) and all(
+            self.tiered.length(seq) == max(0, self.marked_length - pad) for seq, pad in zip(self.rows, self.pads))
+        if not is_whole or self._is_short_of_memory():
+            return
+        try:
+            for row, seq in enumerate(self.rows):
+                self.tiered.fork(seq, self.max_seqs + row)
+                self.marks.append(self.max_seqs + row)
+        except TieredKVError:
+            self._unmark()
+
+    def _crop_to_marks(self, length: int) -> bool:
+        """Goes on from the marks, cut to a length. False: there are none, or they are shorter, or there is no memory for it."""
+        if not self.marks or length > self.marked_length:
+            return False
+        self.marked_length = length
+        try:
+            for row, seq in enumerate(self.rows):
+                self.tiered.truncate(self.marks[row], max(0, length - self.pads[row]))
+                self.tiered.fork(self.marks[row], seq)
+        except TieredKVError:
+            self._unmark()
+            return False
+        return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest -tokens_to_remove tokens of each row."""
+        """Removes the newest -tokens_to_remove tokens of each row. The end of a prompt is as it was before its reply."""
         if tokens_to_remove > 0:
             raise make_error(lib.TKV_ERR_ARG, "tokens_to_remove is %d, and must be 0 or less" % tokens_to_remove)
         with self.lock:
             length = max(0, self.get_seq_length() + tokens_to_remove)
+            is_whole = tokens_to_remove < 0 and self._crop_to_marks(length)
             for row, seq in enumerate(self.rows):
-                self.tiered.truncate(seq, max(0, length - self.pads[row]))
+                if not is_whole:
+                    self.tiered.truncate(seq, max(0, length - self.pads[row]))
                 self.pads[row] = min(self.pads[row], length)
             for layer in self.layers:
                 layer.length = min(layer.length, length)
@@ -384,6 +446,10 @@ class TieredCache(HFCache):  # type: ignore[misc]
             for row in set(range(len(self.rows))) - set(chosen):
                 self.tiered.reset(self.rows[row])
             taken = {self.rows[row] for row in chosen}
+            if self.marks:
+                for seq in set(self.marks) - {self.marks[row] for row in chosen}:
+                    self.tiered.reset(seq)
+                self.marks = [self.marks[row] for row in chosen]
             free = [seq for seq in range(self.max_seqs) if seq not in taken]
             rows: list[int] = []
             for row in chosen:
@@ -411,6 +477,7 @@ class TieredCache(HFCache):  # type: ignore[misc]
         with self.lock:
             other = TieredCache(self.model_config, max_seqs=self.max_seqs, threads=self.threads, **self.keywords)
             other._tiered, other.rows, other.pads = copy.copy(self._tiered), list(self.rows), list(self.pads)
+            other.marks, other.marked_length, other._in_prompt = list(self.marks), self.marked_length, self._in_prompt
             for mine, its in zip(self.layers, other.layers):
                 its.length, its.dtype = mine.length, mine.dtype
         return other
