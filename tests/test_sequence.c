@@ -2449,9 +2449,17 @@ static void keep_release(void *user, void *ptr, size_t size, size_t align) {
 static int count_pattern(const uint8_t *bytes, size_t n) {
     const uint16_t f16[2] = {PATTERN, PATTERN};
     const float f32 = float_of_f16(PATTERN);
+    uint32_t as_f16 = 0, as_f32 = 0, last = 0; /* four bytes, the first one lowest */
     size_t i;
     int found = 0;
-    for (i = 0; i + 4 <= n; i++) found += !memcmp(bytes + i, f16, 4) || !memcmp(bytes + i, &f32, 4);
+    for (i = 0; i < 4; i++) {
+        as_f16 |= (uint32_t)((const uint8_t *)f16)[i] << 8 * i;
+        as_f32 |= (uint32_t)((const uint8_t *)&f32)[i] << 8 * i;
+    }
+    for (i = 0; i < n; i++) {
+        last = last >> 8 | (uint32_t)bytes[i] << 24;
+        found += i >= 3 && (last == as_f16 || last == as_f32);
+    }
     return found;
 }
 
