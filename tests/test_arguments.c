@@ -238,7 +238,7 @@ static int value_to_try(int i, int n) {
 
 static void prepare_outputs(rig *r) {
     memset(&r->o, 0xa5, sizeof r->o);
-    r->output_hash = hash_outputs(r);
+    if (!r->output_hash) r->output_hash = hash_outputs(r); /* always the same */
 }
 
 static int is_right(char want, int got) {
@@ -285,6 +285,7 @@ static void check_result(rig *r, const char *name, const char *argument, int cac
         for (i_ = 0; want_[i_]; i_++) {                                                                      \
             const int x = value_to_try(i_, (n));                                                             \
             if (want_[i_] == '.') continue;                                                                  \
+            if (tkv_test_quick() && r->kind != PLAIN && !((caches)&r->kind)) continue;                       \
             leave_older_sentence(r->kv);                                                                     \
             prepare_outputs(r);                                                                              \
             check_result(r, name, argument, caches, untouched, x, want_[i_], (int)(call));                   \

@@ -375,6 +375,7 @@ TEST(steps_reach_the_estimated_context) {
             tkv_cache *kv;
             tkv_status st = TKV_OK;
             int context = -1;
+            if (tkv_test_quick() && (i + steps) % 2) continue;
             memset(&d, 0, sizeof d);
             cfg.limits.max_seqs = 1;
             cfg.model.head_dim = 2 * DIM;

@@ -1183,6 +1183,7 @@ TEST(small_from_the_start) {
         cfg.model.n_kv_heads = shapes[i].n_kv_heads;
         cfg.model.head_dim = cfg.model.v_head_dim = 64;
         cfg.host.isa = tkv_test_isa();
+        if (tkv_test_quick()) cfg.model.n_heads /= shapes[i].n_kv_heads, cfg.model.n_kv_heads = 1;
         kv = create_cache(&cfg);
         for (n = 1; n <= 2048; n++) {
             CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);

@@ -385,6 +385,7 @@ TEST(moves_equal_turned_queries_to_the_bit) {
     static const int distance[] = {1, -100, 777, 123456};
     enum { N = 70, Q_ROW = 2 * KV_HEADS * DIM, OUT_ROW = 2 * KV_HEADS * V_DIM }; /* 70 rows: prefill */
     static float q[N * Q_ROW], turned[N * Q_ROW], out[N * OUT_ROW], want[N * OUT_ROW];
+    const int most = tkv_test_quick() ? 20 : N;
     float x[DIM], y[DIM];
     tkv_rng rng = tkv_rng_seed(8);
     int f, i, h, n, at, tested = 0;
@@ -412,14 +413,14 @@ TEST(moves_equal_turned_queries_to_the_bit) {
             memcpy(turned, q, sizeof q);
             for (h = 0; h < N * 2 * KV_HEADS; h++)
                 CHECK_EQ(tkv_rotate_rope(&cfg.model.rope, DIM, -distance[i], turned + h * DIM), TKV_OK);
-            for (n = 1; n <= (i && tkv_test_quick() ? 1 : N); n += N - 1) {
+            for (n = 1; n <= (i && tkv_test_quick() ? 1 : most); n += most - 1) {
                 CHECK_EQ(tkv_attend(kv, 1, 1, q, n, out), TKV_OK);
                 CHECK_EQ(tkv_attend(kv, 0, 1, turned, n, want), TKV_OK);
                 CHECK_MEM(out, want, (size_t)(n * OUT_ROW) * sizeof(float));
             }
         }
         CHECK_EQ(tkv_seq_shift(kv, 1, at + 600, TKV_UNLIMITED, 7), TKV_OK);
-        for (n = 1; n <= N; n += N - 1) { /* a query that is not finite sees no key */
+        for (n = 1; n <= most; n += most - 1) { /* a query that is not finite sees no key */
             float *const row = want + n / 2 * OUT_ROW;
             memcpy(turned, q, sizeof q);
             turned[n / 2 * Q_ROW + f % DIM] = tkv_test_float(f % 2 ? 0x7fc00000u : 0xff800000u);
@@ -564,7 +565,10 @@ TEST(kernels_agree_with_the_reference) {
                 memset(&p, 0, sizeof p);
                 if (round % 3 == 1) p.alibi_slopes = slopes;
                 if (round % 3 == 2) p.window = 100;
-                if (len) CHECK_LE(reference_error(kv, seq, layer, &p, len < 40 || round % 2 ? 1 : 40), 0.005);
+                if (len)
+                    CHECK_LE(
+                        reference_error(kv, seq, layer, &p, len < 40 || round % 2 ? 1 : 40 / (4 * step - 3)),
+                        0.005);
             }
         }
         tkv_destroy(kv);
@@ -1332,6 +1336,7 @@ TEST(one_context_in_stripes) {
                 for (with_slopes = 0; with_slopes < 2; with_slopes++) {
                     const int n = sizes[i];
                     tkv_attend_params p;
+                    if (n == N && (f + w + with_slopes) % tkv_test_stride(3, 1)) continue;
                     memset(&p, 0, sizeof p);
                     p.n = n;
                     p.q = q;

@@ -876,6 +876,9 @@ TEST(cut_journals_have_the_last_whole_save) {
         tkv_load_info info;
         int whole = 0;
         while (whole < 4 && ends[whole] <= n) whole++;
+        /* a quick run cuts at each byte near the beginning and near an end, and at one of 29 elsewhere */
+        const size_t last = whole ? ends[whole - 1] : 0, next = whole < 4 ? ends[whole] : j.n;
+        if (tkv_test_quick() && n > last + 40 && n + 60 < next && n % 29) continue;
         const int is_end = whole && ends[whole - 1] == n;
         CHECK_EQ(tkv_seq_load(b, &load, j.bytes, n, NULL), is_end ? TKV_OK : TKV_ERR_DATA);
         CHECK_EQ(tkv_seq_reset(b, 0), TKV_OK);
@@ -905,7 +908,7 @@ TEST(cut_journals_have_the_last_whole_save) {
     }
     /* each flipped bit of the last save gives an error or, with `recover`, the save before it */
     int n_wrong = 0;
-    for (size_t i = 8 * ends[2]; i < 8 * j.n; i++) {
+    for (size_t i = 8 * ends[2]; i < 8 * j.n; i += tkv_test_quick() ? 5 : 1) {
         tkv_load_params load = load_params(0);
         j.bytes[i / 8] ^= (unsigned char)(1u << i % 8);
         n_wrong += tkv_seq_load(b, &load, j.bytes, j.n, NULL) != TKV_ERR_DATA;

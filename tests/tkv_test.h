@@ -145,7 +145,7 @@ static inline void tkv_test_str_(const char *a, const char *b, const char *file,
 static inline void tkv_test_mem_(const void *a, const void *b, size_t n, const char *file, int line,
                                  const char *what) {
     const unsigned char *x = (const unsigned char *)a, *y = (const unsigned char *)b;
-    size_t i = 0;
+    size_t i = n && memcmp(a, b, n) == 0 ? n : 0; /* fast under a sanitizer, too */
     while (i < n && x[i] == y[i]) i++;
     if (tkv_test_note_(i == n, file, line, what))
         printf(": byte %lu of %lu: 0x%02x and 0x%02x\n", (unsigned long)i, (unsigned long)n, (unsigned)x[i],

@@ -1067,7 +1067,7 @@ TEST(each_allocation_fails) {
 
 /* Scores beyond the range of a float, equal keys, outputs of zero: errors are finite and within their limits. */
 TEST(extreme_values_have_finite_errors) {
-    int which, t, i, layer, n = tkv_test_quick() ? 600 : 800;
+    int which, t, i, layer, n = tkv_test_quick() ? 450 : 800;
     NEEDS_METER;
     for (which = 0; which < 4; which += tkv_test_quick() ? 2 : 1) {
         static float k[10 * K_ROW], v[10 * V_ROW];

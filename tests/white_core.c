@@ -845,31 +845,48 @@ static double book_error(const float *level, int n) {
     return sum / n_values;
 }
 
+/* Of the bins before a border: their weight, and the sums of x and of x * x. best: the smallest error of the first bins
+ * with the cells so far, next: with one cell more. */
+typedef struct cell_sums {
+    double w[TKVI_BOOK_BINS + 1], x[TKVI_BOOK_BINS + 1], q[TKVI_BOOK_BINS + 1];
+    double best[TKVI_BOOK_BINS + 1], next[TKVI_BOOK_BINS + 1];
+} cell_sums;
+
+/* Finds next[from .. end-1], where the last cell begins at first to last. A cell that ends later begins no earlier, so
+ * that the middle border divides the others. */
+static void add_cell(cell_sums *s, int from, int end, int first, int last) {
+    const int i = (from + end) / 2;
+    int j, at = first;
+    double least = 1e300;
+    if (from >= end) return;
+    for (j = first; j <= last && j <= i; j++) {
+        const double d = s->w[i] - s->w[j], sum = s->x[i] - s->x[j];
+        const double error = s->best[j] + (d > 0 ? s->q[i] - s->q[j] - sum * sum / d : 0);
+        if (error < least) least = error, at = j;
+    }
+    s->next[i] = least;
+    add_cell(s, from, i, first, at);
+    add_cell(s, i + 1, end, at, last);
+}
+
 /* Returns the smallest error that n levels can have, by dynamic programming over the ends of cells. */
 static double best_error(int n) {
-    static double w[TKVI_BOOK_BINS + 1], x[TKVI_BOOK_BINS + 1], q[TKVI_BOOK_BINS + 1];
-    static double best[TKVI_BOOK_BINS + 1], next[TKVI_BOOK_BINS + 1];
-    int i, j, k;
+    static cell_sums s;
+    double *w = s.w, *x = s.x, *q = s.q;
+    int i, k;
     for (i = 0; i < TKVI_BOOK_BINS; i++) {
         double c = (double)histogram[i];
         w[i + 1] = w[i] + c;
         x[i + 1] = x[i] + c * bin_center(i);
         q[i + 1] = q[i] + c * bin_center(i) * bin_center(i);
-        best[i + 1] = 1e300;
+        s.best[i + 1] = 1e300;
     }
-    best[0] = 0;
+    s.best[0] = 0;
     for (k = 0; k < n; k++) {
-        for (i = 0; i <= TKVI_BOOK_BINS; i++) {
-            next[i] = best[i];
-            for (j = i - 1; j >= 0; j--) {
-                double d = w[i] - w[j], s = x[i] - x[j], cost = d > 0 ? q[i] - q[j] - s * s / d : 0;
-                if (cost > next[i]) break; /* longer cells cost more */
-                if (best[j] + cost < next[i]) next[i] = best[j] + cost;
-            }
-        }
-        memcpy(best, next, sizeof best);
+        add_cell(&s, 0, TKVI_BOOK_BINS + 1, 0, TKVI_BOOK_BINS);
+        memcpy(s.best, s.next, sizeof s.best);
     }
-    return best[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
+    return s.best[TKVI_BOOK_BINS] / w[TKVI_BOOK_BINS];
 }
 
 /* Reach, weight and importance have 8 units an octave, scores 32. */

@@ -410,12 +410,12 @@ TEST(tables_keep_coming) {
     tkv_config cfg = config(1, 1);
     tkv_cache *kv;
     int i, head, n_collecting, made = 0, version = -1;
-    const int end = tkv_test_quick() ? 4096 + 200 : 32768 + 200;
-    cfg.limits.max_tokens = end + 20;
+    const int end = tkv_test_quick() ? 4096 + 200 : 32768 + 200, chunk = tkv_test_quick() ? 40 : 20;
+    cfg.limits.max_tokens = end + chunk;
     kv = create_cache(&cfg);
-    for (i = 0; i < end; i += 20) {
-        CHECK_EQ(append_tokens(kv, 0, 0, 20), TKV_OK);
-        attend_newest(kv, 0, 0, 20, NULL);
+    for (i = 0; i < end; i += chunk) {
+        CHECK_EQ(append_tokens(kv, 0, 0, chunk), TKV_OK);
+        attend_newest(kv, 0, 0, 8, NULL);
         for (n_collecting = 0, head = 0; head < KV_HEADS; head++)
             n_collecting += tkvi_q_sq_sum_of(kv, 0, head)[0] != 0;
         CHECK_EQ(n_collecting, KV_HEADS);
@@ -480,6 +480,7 @@ TEST(the_first_block_uses_its_table) {
 /* >>tables from unusual contents, shapes and sequences */
 TEST(any_contents_make_a_table) {
     static const tkv_format archives[][2] = {{TKV_A30, TKV_R20}, {TKV_A15, TKV_R10}, {TKV_A175, TKV_R15}};
+    const int n_queries = tkv_test_quick() ? 6 : 20;
     int what, how, unit, a;
     for (what = 0; what < CONTENTS; what++)
         for (how = 0; how < 3; how++) /* 0 no attention, 1 zero queries, 2 usual queries */
@@ -498,8 +499,8 @@ TEST(any_contents_make_a_table) {
                     memset(q, 0, sizeof q);
                     for (n = 0; n < 700; n += 20) {
                         CHECK_EQ(append_contents(kv, what, 0, 0, 20), TKV_OK);
-                        if (how == 1) CHECK_EQ(tkv_attend(kv, 0, 0, q, 20, out), TKV_OK);
-                        if (how == 2) attend_newest(kv, 0, 0, 20, NULL);
+                        if (how == 1) CHECK_EQ(tkv_attend(kv, 0, 0, q, n_queries, out), TKV_OK);
+                        if (how == 2) attend_newest(kv, 0, 0, n_queries, NULL);
                     }
                     check_table(kv, 0, "contents");
                     check_cache_at(kv, "contents");
