@@ -189,6 +189,8 @@ static const char *const call_name[N_CALLS] = {"1 query", "1 query with scores",
                                                "50 queries with scores",
                                                "batch with scores, softcap, window"};
 
+static int prefill_rows = MAX_ROWS; /* fewer in one quick test */
+
 static tkv_status make_call(tkv_cache *kv, int which, const float *q, outputs *o) {
     static const tkv_rows rows[3] = {{1, 9}, {0, 20}, {2, 1}};
     tkv_attend_params p;
@@ -196,7 +198,7 @@ static tkv_status make_call(tkv_cache *kv, int which, const float *q, outputs *o
     memset(&p, 0, sizeof p);
     p.q = q;
     p.out = o->out;
-    p.n = which == SMALL ? 5 : which == PREFILL ? MAX_ROWS : 1;
+    p.n = which == SMALL ? 5 : which == PREFILL ? prefill_rows : 1;
     p.lse = o->lse;
     if (which != DECODE && which != SMALL) p.scores = o->scores;
     if (which == BATCH) {
@@ -943,6 +945,7 @@ TEST(everything_at_once) {
     float *q = make_queries();
     tkv_rng rng = tkv_rng_seed(9);
     create_crowd(&c);
+    if (tkv_test_quick()) prefill_rows = 12;
     c.q = q;
     for (int seq = 0; seq < 3; seq++) CHECK_EQ(append_random(c.kv, seq, 20 * GROWTH, &rng), TKV_OK);
     change_crowd(&c, 0, &rng);
@@ -980,6 +983,7 @@ TEST(everything_at_once) {
     pthread_cond_destroy(&c.changed);
     pthread_mutex_destroy(&c.lock);
     free(q);
+    prefill_rows = MAX_ROWS;
 #endif
 }
 

@@ -415,7 +415,7 @@ TEST(tables_keep_coming) {
     kv = create_cache(&cfg);
     for (i = 0; i < end; i += chunk) {
         CHECK_EQ(append_tokens(kv, 0, 0, chunk), TKV_OK);
-        attend_newest(kv, 0, 0, 8, NULL);
+        attend_newest(kv, 0, 0, tkv_test_quick() ? 8 : 20, NULL);
         for (n_collecting = 0, head = 0; head < KV_HEADS; head++)
             n_collecting += tkvi_q_sq_sum_of(kv, 0, head)[0] != 0;
         CHECK_EQ(n_collecting, KV_HEADS);
