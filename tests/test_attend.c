@@ -2191,7 +2191,7 @@ TEST(sentences_of_refused_calls) {
     REFUSED(0, TKV_OK, "");
     REFUSED(p.layer = 7, TKV_ERR_ARG, "there is no layer 7 with a cache");
     REFUSED(p.seq = -3, TKV_ERR_ARG, "there is no sequence -3");
-    REFUSED(p.n = -1, TKV_ERR_ARG, "n is -1");
+    REFUSED(p.n = -1, TKV_ERR_ARG, "n is -1; it must not be negative");
     REFUSED(p.n = 30000, TKV_ERR_RANGE, "more queries than tokens: append to sequence 0 first");
     REFUSED(p.window = -5, TKV_ERR_ARG, "window is -5");
     REFUSED(p.first_kv_head = 9, TKV_ERR_ARG, "first_kv_head and n_kv_heads reach beyond 2 KV heads");
