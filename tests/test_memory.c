@@ -1172,18 +1172,18 @@ TEST(peak_of_a_prompt) {
 /* Tokens that come one by one, default plan: a short cache is smaller than FP16, and no earlier number of tokens takes
  * much more memory than 2,048 of them. SmolLM2's shape and that of a Llama with a billion weights. */
 TEST(small_from_the_start) {
-    static const struct { int layers, n_heads, n_kv_heads; } shapes[] = {{30, 9, 3}, {16, 32, 8}};
+    static const struct { int layers, n_heads, n_kv_heads; } models[] = {{30, 9, 3}, {16, 32, 8}};
     int i, n;
-    for (i = 0; i < COUNT(shapes); i++) {
+    for (i = 0; i < COUNT(models); i++) {
         tkv_config cfg = tkv_default_config();
         tkv_memory_info m;
         tkv_cache *kv;
-        cfg.model.n_layers = shapes[i].layers;
-        cfg.model.n_heads = shapes[i].n_heads;
-        cfg.model.n_kv_heads = shapes[i].n_kv_heads;
+        cfg.model.n_layers = models[i].layers;
+        cfg.model.n_heads = models[i].n_heads;
+        cfg.model.n_kv_heads = models[i].n_kv_heads;
         cfg.model.head_dim = cfg.model.v_head_dim = 64;
         cfg.host.isa = tkv_test_isa();
-        if (tkv_test_quick()) cfg.model.n_heads /= shapes[i].n_kv_heads, cfg.model.n_kv_heads = 1;
+        if (tkv_test_quick()) cfg.model.n_heads /= models[i].n_kv_heads, cfg.model.n_kv_heads = 1;
         kv = create_cache(&cfg);
         for (n = 1; n <= 2048; n++) {
             CHECK_EQ(append_to_all_layers(kv, 0, 0, 1, 1), TKV_OK);

@@ -1386,22 +1386,22 @@ static int sum_codes_of_slot(const tkvi_side *s, const uint8_t *side, int slot) 
 
 /* Clears slots of a side that was coded from x, and from x with the rows of dead slots in another order. */
 static void check_cleared(const tkvi_side *s, const float *x, uint64_t dead_mask, const char *what) {
-    static float other[TKVI_BLOCK * TKV_MAX_HEAD_DIM], before[TKVI_BLOCK * TKV_MAX_HEAD_DIM],
+    static float mixed[TKVI_BLOCK * TKV_MAX_HEAD_DIM], before[TKVI_BLOCK * TKV_MAX_HEAD_DIM],
         after[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
     static uint8_t cleared[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM * 5];
     const size_t dim = (size_t)s->dim;
     int t, group, first, last, n_set = 0;
-    memcpy(other, x, TKVI_BLOCK * dim * sizeof *x);
+    memcpy(mixed, x, TKVI_BLOCK * dim * sizeof *x);
     for (group = 0; group < TKVI_BLOCK; group += 32)
         for (first = group, last = group + 31; first < last; first++, last--) {
             while (first < last && !(dead_mask >> first & 1)) first++;
             while (first < last && !(dead_mask >> last & 1)) last--;
-            memcpy(other + (size_t)first * dim, x + (size_t)last * dim, dim * sizeof *x);
-            memcpy(other + (size_t)last * dim, x + (size_t)first * dim, dim * sizeof *x);
+            memcpy(mixed + (size_t)first * dim, x + (size_t)last * dim, dim * sizeof *x);
+            memcpy(mixed + (size_t)last * dim, x + (size_t)first * dim, dim * sizeof *x);
         }
     CHECK(s->bytes <= sizeof cleared[0]);
     tkvi_encode_side(s, &tkvi_simd_ops_scalar, x, dim, TKVI_BLOCK, cleared[0]);
-    tkvi_encode_side(s, &tkvi_simd_ops_scalar, other, dim, TKVI_BLOCK, cleared[1]);
+    tkvi_encode_side(s, &tkvi_simd_ops_scalar, mixed, dim, TKVI_BLOCK, cleared[1]);
     tkvi_decode_side(s, cleared[0], 0, TKVI_BLOCK, before, dim);
     tkvi_clear_slots(s, dead_mask, cleared[0]);
     tkvi_clear_slots(s, dead_mask, cleared[1]);

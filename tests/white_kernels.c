@@ -95,7 +95,7 @@ static const tkvi_format test_formats[2] = {
      0,
      0,
      {0, 0},
-     {{NULL, NULL, NULL, decode_meta_f16, NULL}, {NULL, NULL, NULL, decode_meta_f16, NULL}},
+     {{NULL, NULL, NULL, decode_meta_f16, NULL, NULL}, {NULL, NULL, NULL, decode_meta_f16, NULL, NULL}},
      NULL},
     {"test bytes",
      4,
@@ -103,7 +103,7 @@ static const tkvi_format test_formats[2] = {
      0,
      0,
      {0, 0},
-     {{NULL, NULL, NULL, decode_meta_int8, NULL}, {NULL, NULL, NULL, decode_meta_int8, NULL}},
+     {{NULL, NULL, NULL, decode_meta_int8, NULL, NULL}, {NULL, NULL, NULL, decode_meta_int8, NULL, NULL}},
      NULL},
 };
 

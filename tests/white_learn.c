@@ -28,11 +28,6 @@ enum {
     OUT_ROW = HEADS * DV,
     SAVED = 1 << 16
 };
-#if defined(__GNUC__) || defined(__clang__)
-#define NEEDS_ATOMICS (void)0
-#else
-#define NEEDS_ATOMICS SKIP("no atomics: attention collects nothing")
-#endif
 
 enum { FLOATS = 1 << 18 };
 static float k_in[FLOATS], v_in[FLOATS], k_out[FLOATS], v_out[FLOATS], k_want[FLOATS], v_want[FLOATS];
