@@ -28366,6 +28366,7 @@ static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t 
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
+                TKVI_ASSERT(kv->pool.entry[ids[i]].in_use);
                 if (kv->pool.entry[ids[i]].block != number) continue;
                 found |= tkvi_used_mask(kv, list, ids, i);
                 if ((found & all) == all || ++n_found == b->refs) return found;
@@ -32810,10 +32811,9 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
         const int last = end--;
         if (tkvi_outlasts_window(kv, layer, ids[end])) continue;
         while (end > first && !tkvi_outlasts_window(kv, layer, ids[end - 1])) end--;
-        for (i = end; i < last; i++) {
-            tkvi_wipe_before_release(kv, seq, layer, i);
-            tkvi_release_entry(&kv->pool, ids[i]);
-        }
+        /* Wiping walks this list, which must not have released entries then. */
+        for (i = end; i < last; i++) tkvi_wipe_before_release(kv, seq, layer, i);
+        for (i = end; i < last; i++) tkvi_release_entry(&kv->pool, ids[i]);
         tkvi_unlist_blocks(list, ids, end, last);
     }
 }

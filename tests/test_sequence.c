@@ -2705,6 +2705,65 @@ TEST(slides_and_windows_wipe) {
     destroy_marked(&m);
 }
 
+/* Several shared blocks expire in one call. Another sequence holds them too, at other places of its list, and keeps its
+ * tokens. removed: block that it removed before. n_first: tokens of a third sequence. They change the numbers of blocks. */
+static void check_expiry_of_shared_blocks(int removed, int n_first) {
+    enum { SINKS = 4, N_BLOCKS = 5, N = SINKS + 64 * N_BLOCKS, EXPIRED = N - 64 };
+    const int from = SINKS + 64 * removed;
+    marked_cache m;
+    int done;
+    make_marked(&m, 0, 300);
+    append_marked(&m, 0, N);
+    CHECK_EQ(tkv_seq_fork(m.kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_reset(m.kv, 0), TKV_OK);
+    append_marked(&m, 0, n_first);
+    CHECK_EQ(tkv_seq_fork(m.kv, 1, 2, TKV_UNLIMITED), TKV_OK);
+    CHECK_EQ(tkv_seq_shift(m.kv, 1, N - 20, TKV_UNLIMITED, 304), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(m.kv, 2, from, from + 64), TKV_OK);
+    CHECK_EQ(tkv_maintain(m.kv, 10, NULL, NULL, &done), TKV_OK);
+    CHECK_EQ(tkv_read(m.kv, 1, 0, EXPIRED - 1, 1, k_out, v_out), TKV_ERR_RANGE);
+    check_marked(&m, 1, EXPIRED, EXPIRED, N);
+    check_marked(&m, 2, 0, 0, from);
+    check_marked(&m, 2, from + 64, from + 64, N);
+    CHECK_EQ(n_in_memory(&m, from, from + 64), 0);
+    CHECK_EQ(tkv_seq_reset(m.kv, 2), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 0, EXPIRED), 0);
+    destroy_marked(&m);
+}
+
+/* Behind a jump of positions a block goes on in another entry of its list. The first of these expire, the others stay. */
+static void check_expiry_before_jumps(void) {
+    static const int jumps[] = {24, 44, 88, 108,
+                                132}; /* indices. Behind the sinks the first block has 4 .. 67. */
+    marked_cache m;
+    tkv_append_params p;
+    int i, j, position = 0;
+    make_marked(&m, 0, 300);
+    memset(&p, 0, sizeof p);
+    p.n = 1;
+    p.k = k_in;
+    p.v = v_in;
+    p.token_positions = &position;
+    for (i = 0; i <= 132; i++, position++, m.appended++) {
+        for (j = 0; j < COUNT(jumps); j++) position += jumps[j] != i ? 0 : i == 132 ? 320 : 5;
+        for (j = 0; j < 16; j++) k_in[j] = v_in[j] = value_of_token(i);
+        CHECK_EQ(tkv_append_ex(m.kv, &p), TKV_OK);
+    }
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 29, 49), TKV_OK); /* 24 .. 43, and their entry */
+    CHECK_EQ(tkv_maintain(m.kv, 10, NULL, NULL, &i), TKV_OK);
+    CHECK_EQ(tkv_read(m.kv, 0, 0, 87, 1, k_out, v_out), TKV_ERR_RANGE);
+    check_marked(&m, 0, 88, 88, 133);
+    CHECK_EQ(n_in_memory(&m, 0, 88), 0);
+    destroy_marked(&m);
+}
+
+TEST(expired_blocks_are_wiped_for_their_last_holder) {
+    int removed, n_first;
+    check_expiry_before_jumps();
+    for (removed = 0; removed < 4; removed++)
+        for (n_first = 1; n_first < 140; n_first += 64) check_expiry_of_shared_blocks(removed, n_first);
+}
+
 /* Anchors have exact copies in blocks of their own. */
 TEST(removed_anchors_are_wiped) {
     enum { N = 300 };
@@ -2814,6 +2873,7 @@ int main(int argc, char **argv) {
     RUN(wiping_leaves_nothing);
     RUN(wiping_knows_who_holds_a_token);
     RUN(slides_and_windows_wipe);
+    RUN(expired_blocks_are_wiped_for_their_last_holder);
     RUN(removed_anchors_are_wiped);
     RUN(windows_expire_old_tokens);
     RUN(windows_and_the_longest_truncation);

@@ -564,6 +564,7 @@ static uint64_t tkvi_slots_with_tokens(const tkv_cache *kv, int layer, uint32_t 
             const tkvi_list *list = tkvi_list_of(kv, seq, layer);
             const uint32_t *ids = tkvi_ids(kv, seq, layer);
             for (i = pass ? 0 : at; i < (pass ? list->n : tkvi_min(at + 1, list->n)); i++) {
+                TKVI_ASSERT(kv->pool.entry[ids[i]].in_use);
                 if (kv->pool.entry[ids[i]].block != number) continue;
                 found |= tkvi_used_mask(kv, list, ids, i);
                 if ((found & all) == all || ++n_found == b->refs) return found;

@@ -341,10 +341,9 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
         const int last = end--;
         if (tkvi_outlasts_window(kv, layer, ids[end])) continue;
         while (end > first && !tkvi_outlasts_window(kv, layer, ids[end - 1])) end--;
-        for (i = end; i < last; i++) {
-            tkvi_wipe_before_release(kv, seq, layer, i);
-            tkvi_release_entry(&kv->pool, ids[i]);
-        }
+        /* Wiping walks this list, which must not have released entries then. */
+        for (i = end; i < last; i++) tkvi_wipe_before_release(kv, seq, layer, i);
+        for (i = end; i < last; i++) tkvi_release_entry(&kv->pool, ids[i]);
         tkvi_unlist_blocks(list, ids, end, last);
     }
 }

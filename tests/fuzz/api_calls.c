@@ -91,6 +91,8 @@ typedef struct model_layer {
 static model_layer model[SEQS][2];
 static int in_step[SEQS], reserved[SEQS], has_moved[SEQS], has_discards[SEQS];
 static int may_share[SEQS]; /* 1: the sequence had blocks in common with another one */
+static int cut_gone
+    [SEQS]; /* 1: tokens that were gone were cut off, or the sequence was loaded: so blocks may be merged */
 
 static tkv_config cfg;
 static tkv_layer_config layer_cfg[LAYERS];
@@ -191,6 +193,8 @@ static void make_moved_key(const model_layer *s, int layer, int token, float *ou
 
 static void truncate_model(int seq, int layer, int len) {
     model_layer *s = &model[seq][layer];
+    int i;
+    for (i = len; i < s->len; i++) cut_gone[seq] |= s->state[i] == GONE;
     s->len = min_of(s->len, len);
     s->exact_from = min_of(s->exact_from, s->len);
 }
@@ -198,7 +202,7 @@ static void truncate_model(int seq, int layer, int len) {
 static void reset_model(int seq) {
     truncate_model(seq, 0, 0);
     truncate_model(seq, 1, 0);
-    in_step[seq] = reserved[seq] = has_moved[seq] = has_discards[seq] = may_share[seq] = 0;
+    in_step[seq] = reserved[seq] = has_moved[seq] = has_discards[seq] = may_share[seq] = cut_gone[seq] = 0;
 }
 
 /* Appends tokens first_id, ... to the model, at the positions that the cache says. positions: that they must have;
@@ -902,7 +906,7 @@ static tkv_status call_remove(void) {
             if (is_held && i >= len)
                 CHECK_MSG(leaves, "token %d at %d, layer %d, was cut off", i, s->position[i], l);
             if (!leaves) longest = max_of(longest, is_held ? i + 1 : 0);
-            if (leaves) s->state[i] = GONE, s->is_pinned[i] = s->is_sink[i] = 0;
+            if (leaves && i < len) s->state[i] = GONE, s->is_pinned[i] = s->is_sink[i] = 0;
         }
         truncate_model(seq, l, len);
     }
@@ -1114,6 +1118,7 @@ static tkv_status call_keep(void) {
             any_expired |= model[seq][l].state[i] == EXPIRED;
         }
         for (i = 0; i < model[seq][l].len; i++) any_gone |= model[seq][l].state[i] == GONE; /* blocks merge */
+        any_gone |= cut_gone[seq];
     }
     allow_reclaim(seq);
     if (is_seq(seq)) call.may_evict[seq] = 0;
@@ -1950,7 +1955,7 @@ static tkv_status load_saved(void) {
     CHECK_EQ(info.n_tokens, min_len(seq));
     if (from == &saved.newest) CHECK_EQ(info.n_saved_tokens, saved.n_tokens);
     for (i = 0; i < info.n_saved_tokens && how & 32; i++) CHECK_EQ(tokens[i], i * 7 - 20);
-    has_moved[seq] = 1;
+    has_moved[seq] = cut_gone[seq] = 1;
     reserved[seq] = has_discards[seq] = may_share[seq] = 0;
     if (from == &saved.newest && saved.has_answers && !info.n_recoded && !budget_before && !failed) {
         answers a;
