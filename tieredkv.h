@@ -1505,7 +1505,7 @@
  *   that include the header. In a debug build keep -O2 for this file. What follows is what a host has beside that.
  *
  *   Bytes of text and data, by gcc 12 and clang 14, rounded:
- *     gcc -O2 -c tieredkv.c                                                             890 KB
+ *     gcc -O2 -c tieredkv.c                                                             900 KB
  *     gcc -Os -DTKV_NO_SIMD -c tieredkv.c                                               440 KB
  *     gcc -Os -DTKV_CORE -DTKV_NO_SIMD -DTKV_NO_REPORTS -c tieredkv.c                   180 KB
  *     aarch64-linux-gnu-gcc -Os -DTKV_CORE -DTKV_NO_REPORTS -c tieredkv.c               290 KB
@@ -3715,8 +3715,9 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
  *   k, v   as they were first appended, in the shapes of tkv_append
  *
  * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
- * budget recoded the block more often, evicted tokens were compacted, or the statistics of SQUAT changed. The
- * bytes count in the budget, and other blocks are reclaimed for them, as for an append.
+ * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens were
+ * removed before the block was coded: the rows of these count again, and its scales know them. The bytes count in the
+ * budget, and other blocks are reclaimed for them, as for an append.
  * Errors, nothing changed except reclaimed blocks:
  *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
  *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
