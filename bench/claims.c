@@ -142,7 +142,8 @@ static void print_lengths(void) {
             }
             printf("%-9s %5d  %5.2f %5.2f  %5.2f %5.2f  %5.1f %%\n", plans[p], n,
                    fp16 * n / bytes_at(plans[p], n, 0), fp16 * n / bytes_at(plans[p], n, 1),
-                   fp16 * n * TOKENS / sums[0], fp16 * n * TOKENS / sums[1], 100.0 * (most - 1.0));
+                   fp16 * n * (double)TOKENS / sums[0], fp16 * n * (double)TOKENS / sums[1],
+                   100.0 * (most - 1.0));
         }
     }
 }

@@ -2569,13 +2569,14 @@ TEST(the_largest_values_do_not_overflow) {
     static const tkv_format formats[] = {TKV_F32, TKV_BF16};
     tkv_isa isas[TKV_ISA_COUNT];
     const int n_isas = tkv_test_isas(isas);
+    const int n_kinds = FAST_MATH ? 2 : 3; /* -Ofast makes subnormal numbers zero: the smallest queries */
     tkv_rng rng = tkv_rng_seed(92);
     int i, f, c, d, keys;
     for (i = 0; i < n_isas; i++)
         for (f = 0; f < COUNT(formats); f++)
             for (c = 0; c < COUNT(counts); c++)
                 for (d = 0; d < COUNT(dims); d++)
-                    for (keys = 0; keys < 3; keys++) {
+                    for (keys = 0; keys < n_kinds; keys++) {
                         check_large_values(isas[i], formats[f], dims[d], counts[c], 1, keys, &rng);
                         if (counts[c] >= EXTREME_ROWS && (counts[c] < EXTREME_TOKENS || !tkv_test_quick()))
                             check_large_values(isas[i], formats[f], dims[d], counts[c], EXTREME_ROWS, keys,
