@@ -37964,7 +37964,7 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
     if (stored < 0) return tkvi_refuse_reading(kv, seq, layer);
     if (!kv->token_scores.mode &&
         (needs_scores || kv->token_scores.importance.strategy != TKV_IMPORTANCE_RECENCY))
-        return tkvi_fail(
+        return tkvi_fail_reader(
             kv, TKV_ERR_CONFIG,
             "no attention scores are collected: set cfg.importance.sample_every, or a strategy or "
             "policy that counts attention",
@@ -37976,10 +37976,10 @@ static tkv_status tkvi_ranking_init(tkvi_ranking *r, tkv_cache *kv, int seq, int
 /* Checks that n numbers are given or wanted, those of the tokens from `start` on. */
 static tkv_status tkvi_check_numbers(const tkvi_ranking *r, int start, int n, const float *numbers) {
     if (n < 0 || (n > 0 && !numbers))
-        return tkvi_fail(r->kv, TKV_ERR_ARG, "the array must have n numbers, and n is", n, "");
+        return tkvi_fail_reader(r->kv, TKV_ERR_ARG, "the array must have n numbers, and n is", n, "");
     if (start < 0 || start > r->list->len || n > r->list->len - start)
-        return tkvi_fail(r->kv, TKV_ERR_RANGE, "the layer has", r->list->len,
-                         " tokens; start + n goes beyond");
+        return tkvi_fail_reader(r->kv, TKV_ERR_RANGE, "the layer has", r->list->len,
+                                " tokens; start + n goes beyond");
     return TKV_OK;
 }
 
@@ -38074,7 +38074,7 @@ TKV_API tkv_status tkv_find_top_tokens(tkv_cache *kv, int seq, int layer, int k,
     st = tkvi_ranking_init(&r, kv, seq, layer, 0);
     if (st) return st;
     if (k < 0 || (k > 0 && !out) || !count)
-        return tkvi_fail(kv, TKV_ERR_ARG, "out or count is missing, or k is negative: k is", k, "");
+        return tkvi_fail_reader(kv, TKV_ERR_ARG, "out or count is missing, or k is negative: k is", k, "");
     (void)tkvi_evict_fill(&kv->tables.cfg.evict, &evict);
     low = protect ? evict.sink_tokens : 0;
     high = protect ? r.list->len - evict.recent_tokens : r.list->len;
