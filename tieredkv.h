@@ -32517,9 +32517,9 @@ typedef struct tkvi_recoding {
     const tkvi_layout *from, *to;
     int layer, start;   /* start: first position of the block */
     uint64_t live_mask; /* slots that are recoded; all other slots are left out */
-    uint64_t
-        dead_mask; /* of those, which begin at slot 0 then: without a token. They repeat a neighbour, so that no
-                         * scale or mean follows from them */
+    /* Of those, which begin at slot 0 then: without a token. They repeat a neighbour, so that no scale or mean follows
+     * from them. */
+    uint64_t dead_mask;
 } tkvi_recoding;
 
 /* A block that parts of an append have encoded before the append demotes it. */
@@ -35522,7 +35522,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         const int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
-        const uint64_t live = tkvi_live_mask(&u->call->kv->pool.entry[u->ids[block]], n);
+        uint64_t live = tkvi_live_mask(&u->call->kv->pool.entry[u->ids[block]], n);
         const int is_second = i == 1 && from == last && n > 2 && (live & (live - 1));
         int slot = i ? n - 1 : 0;
         const uint8_t *bytes;
@@ -35532,9 +35532,8 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         if (!bytes) return;
         if (!live) return;
         while (!(live >> slot & 1)) slot += i ? -1 : 1;
-        if (is_second) do
-                slot--;
-            while (!(live >> slot & 1));
+        if (is_second) live ^= (uint64_t)1 << slot; /* the newest key is the third one */
+        while (!(live >> slot & 1)) slot--;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes, slot, 1, key[i], 0);
     }
     for (c = 0; c < u->call->plan->geometry.head_dim; c++) {
@@ -47448,9 +47447,8 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
     tkvi_saver s;
     tkv_status st;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || (!buf && !needed))
+    if (!kv || !p || (!buf && !needed))
         return tkvi_refuse_missing(kv, "the parameters, or buf and needed, are missing");
-    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -47465,8 +47463,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
     tkvi_saver s;
     tkv_status st;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -49142,8 +49139,7 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
                                 tkv_load_info *out) {
     tkvi_loader l;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
     memset(&l, 0, sizeof l);
     l.from.bytes = (const uint8_t *)bytes;
     return tkvi_load(&l, kv, p, size, out);
@@ -49153,8 +49149,7 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
                                      tkv_read_bytes read, void *user, tkv_load_info *out) {
     tkvi_loader l;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
     memset(&l, 0, sizeof l);
     l.from.read = read;
     l.from.user = user;
@@ -49786,8 +49781,7 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
     tkvi_prefix x;
     tkv_status st;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
-    if (!p || !out) return tkvi_refuse_missing(kv, "the parameters or out are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !out) return tkvi_refuse_missing(kv, "the parameters or out are missing");
     st = tkvi_check_prefix_params(kv, p);
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
@@ -49804,8 +49798,7 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     tkv_status st;
     if (out) memset(out, 0, sizeof *out);
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
-    if (!p) return tkvi_refuse_missing(kv, "the parameters are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p) return tkvi_refuse_missing(kv, "the parameters are missing");
     st = tkvi_check_prefix_params(kv, p);
     if (!st && store && (is_adopted ? !store->get : !store->put))
         st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);

@@ -593,7 +593,7 @@ TEST(reorders_without_memory_change_nothing) {
 /* The meter goes with the tokens that it watches. A shared block is coded for the fork that needed it exact last, and
  * the meter gets its copy from there. */
 TEST(the_meter_goes_with_its_sequence) {
-#if defined(__GNUC__) || defined(__clang__) /* no meter here: it needs atomics */
+    NEEDS_ATOMICS;
     static const int swap[2] = {1, 0};
     static float q[2 * KV_HEADS * DIM], out[2 * KV_HEADS * V_DIM];
     tkv_config cfg = make_config(2, 4);
@@ -630,9 +630,6 @@ TEST(the_meter_goes_with_its_sequence) {
         check_cache_at(kv, "meter", 1 + i);
     }
     tkv_destroy(kv);
-#else
-    SKIP("no atomics, no meter");
-#endif
 }
 
 TEST(forks_are_refused_with_a_reason) {

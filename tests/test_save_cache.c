@@ -477,7 +477,7 @@ TEST(tables_of_other_formats_are_refused) {
 }
 
 TEST(meters_of_other_sizes_are_refused) {
-#if defined(__GNUC__) || defined(__clang__) /* no meter here: it needs atomics */
+    NEEDS_ATOMICS;
     tkv_config cfg = config_number(10);
     tkv_cache *a = create_cache(&cfg);
     run_script(a, 0, 10);
@@ -494,9 +494,6 @@ TEST(meters_of_other_sizes_are_refused) {
         tkv_destroy(b);
     }
     tkv_destroy(a);
-#else
-    SKIP("no atomics, no meter");
-#endif
 }
 
 /* From memory, by a callback, and while blocks stay in the file. */

@@ -591,7 +591,7 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         last > tkvi_anchors_of(u->list) && tkvi_tier_at(u->list, last - 1) == TKV_TIER_HOT ? last - 1 : last;
     for (i = 0; i < 3; i++) { /* first and last key of block `from`, then the newest key */
         const int block = i < 2 ? from : last, n = tkvi_block_tokens(u->call->kv, u->list, u->ids, block);
-        const uint64_t live = tkvi_live_mask(&u->call->kv->pool.entry[u->ids[block]], n);
+        uint64_t live = tkvi_live_mask(&u->call->kv->pool.entry[u->ids[block]], n);
         const int is_second = i == 1 && from == last && n > 2 && (live & (live - 1));
         int slot = i ? n - 1 : 0;
         const uint8_t *bytes;
@@ -601,9 +601,8 @@ static void tkvi_reference_key(const tkvi_work_tile *u, float *ref) {
         if (!bytes) return;
         if (!live) return;
         while (!(live >> slot & 1)) slot += i ? -1 : 1;
-        if (is_second) do
-                slot--;
-            while (!(live >> slot & 1));
+        if (is_second) live ^= (uint64_t)1 << slot; /* the newest key is the third one */
+        while (!(live >> slot & 1)) slot--;
         tkvi_values(&rec->k, u->call->kv->kernels->simd_ops, bytes, slot, 1, key[i], 0);
     }
     for (c = 0; c < u->call->plan->geometry.head_dim; c++) {

@@ -158,8 +158,7 @@ TKV_API tkv_status tkv_seq_load(tkv_cache *kv, const tkv_load_params *p, const v
                                 tkv_load_info *out) {
     tkvi_loader l;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !bytes) return tkvi_refuse_missing(kv, "the parameters or bytes are missing");
     memset(&l, 0, sizeof l);
     l.from.bytes = (const uint8_t *)bytes;
     return tkvi_load(&l, kv, p, size, out);
@@ -169,8 +168,7 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
                                      tkv_read_bytes read, void *user, tkv_load_info *out) {
     tkvi_loader l;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !read) return tkvi_refuse_missing(kv, "the parameters or read are missing");
     memset(&l, 0, sizeof l);
     l.from.read = read;
     l.from.user = user;

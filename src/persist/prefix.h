@@ -625,8 +625,7 @@ TKV_API tkv_status tkv_get_prefix_hash(tkv_cache *kv, const tkv_prefix_params *p
     tkvi_prefix x;
     tkv_status st;
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
-    if (!p || !out) return tkvi_refuse_missing(kv, "the parameters or out are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !out) return tkvi_refuse_missing(kv, "the parameters or out are missing");
     st = tkvi_check_prefix_params(kv, p);
     if (!st) st = tkvi_begin_prefix(&x, kv, p);
     if (st) return st;
@@ -643,8 +642,7 @@ static tkv_status tkvi_share_prefix(tkv_cache *kv, const tkv_prefix_params *p, c
     tkv_status st;
     if (out) memset(out, 0, sizeof *out);
     if (!TKVI_HAS_PREFIXES) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE or TKV_NO_MOVES leaves this out");
-    if (!p) return tkvi_refuse_missing(kv, "the parameters are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p) return tkvi_refuse_missing(kv, "the parameters are missing");
     st = tkvi_check_prefix_params(kv, p);
     if (!st && store && (is_adopted ? !store->get : !store->put))
         st = tkvi_fail(kv, TKV_ERR_ARG, "the store lacks get or put", 0, NULL);

@@ -911,9 +911,8 @@ TKV_API tkv_status tkv_seq_save(tkv_cache *kv, const tkv_save_params *p, void *b
     tkvi_saver s;
     tkv_status st;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || (!buf && !needed))
+    if (!kv || !p || (!buf && !needed))
         return tkvi_refuse_missing(kv, "the parameters, or buf and needed, are missing");
-    if (!kv) return TKV_ERR_ARG;
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);
@@ -928,8 +927,7 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
     tkvi_saver s;
     tkv_status st;
     if (!TKVI_HAS_SAVE) return tkvi_refuse_left_out(kv, "TKV_NO_SAVE leaves this out");
-    if (!p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
-    if (!kv) return TKV_ERR_ARG;
+    if (!kv || !p || !write) return tkvi_refuse_missing(kv, "the parameters or write are missing");
     st = tkvi_check_save(kv, p);
     if (st) return st;
     memset(&s, 0, sizeof s);

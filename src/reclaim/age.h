@@ -46,9 +46,9 @@ typedef struct tkvi_recoding {
     const tkvi_layout *from, *to;
     int layer, start;   /* start: first position of the block */
     uint64_t live_mask; /* slots that are recoded; all other slots are left out */
-    uint64_t
-        dead_mask; /* of those, which begin at slot 0 then: without a token. They repeat a neighbour, so that no
-                         * scale or mean follows from them */
+    /* Of those, which begin at slot 0 then: without a token. They repeat a neighbour, so that no scale or mean follows
+     * from them. */
+    uint64_t dead_mask;
 } tkvi_recoding;
 
 /* A block that parts of an append have encoded before the append demotes it. */
