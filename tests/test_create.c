@@ -52,7 +52,7 @@ TEST(every_error_has_a_sentence) {
     for (isa = 1; isa < TKV_ISA_COUNT; isa++) {
         if (is_isa_available((tkv_isa)isa)) continue;
         cfg.host.isa = (tkv_isa)isa;
-        check_refused(&cfg, TKV_ERR_ISA, tkv_get_name(TKV_NAME_ISA, (tkv_isa)isa));
+        check_refused(&cfg, TKV_ERR_ISA, tkv_get_name(TKV_NAME_ISA, isa));
         check_refused(&cfg, TKV_ERR_ISA, "host.isa is ");
     }
     cfg = make_config();

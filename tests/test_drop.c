@@ -240,7 +240,7 @@ static void compute_key_norms(const float *keys, int n, float *norms) {
             for (c = 0, squares = 0.0; c < DIM; c++) squares += (double)key[c] * (double)key[c];
             sum += sqrt(squares);
         }
-        norms[i] = (float)(sum / KV_HEADS);
+        norms[i] = (float)(sum / (int)KV_HEADS);
     }
 }
 

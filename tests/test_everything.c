@@ -206,7 +206,7 @@ static void rotate_key(int layer, int positions, float *key) {
             const double base = rope->base > 0.0f ? (double)rope->base : 10000.0;
             const double angle = positions * pow(base, -(double)j / pairs);
             float *x = key + h * shape[layer].dim + rope->first + j * step;
-            const double a = x[0], b = x[apart];
+            const double a = (double)x[0], b = (double)x[apart];
             x[0] = (float)(a * cos(angle) - b * sin(angle));
             x[apart] = (float)(b * cos(angle) + a * sin(angle));
         }
@@ -1147,7 +1147,7 @@ static tkv_status call_evict(int seq, int layer) {
                 set_bit(kept_mask[l], i);
     call.may_evict[seq] = 1;
     sprintf(call.text, "evict from sequence %d, layer %d, keep %d, by %s%s%s", seq, p.layer, p.keep,
-            tkv_get_name(TKV_NAME_EVICT_POLICY, p.evict ? other.policy : cfg.evict.policy),
+            tkv_get_name(TKV_NAME_EVICT_POLICY, (int)(p.evict ? other.policy : cfg.evict.policy)),
             p.scores ? ", scores" : "", has_nan ? ", NaN" : "");
     st = tkv_evict(kv, &p);
     if (st == TKV_ERR_NONFINITE) CHECK(has_nan);
@@ -1687,7 +1687,7 @@ static void choose_config(uint64_t seed) {
         cfg.recompute.cost.layer_params = 1000.0;
         cfg.recompute.cost.min_materialized = 128;
         cfg.recompute.cost.quantize_price = seed % 2 ? 1e9 : 1e-9;
-        if (seed % 3 == 0) cfg.recompute.cost.step_flops = LAYERS * 2000.0 * 200.0; /* of 200 tokens */
+        if (seed % 3 == 0) cfg.recompute.cost.step_flops = (int)LAYERS * 2000.0 * 200.0; /* of 200 tokens */
     }
     if (seed % 3) cfg.limits.max_states = 1 + (int)(seed % 7);
     in_place = rand_below(4) == 0;
@@ -1772,8 +1772,8 @@ TEST(everything) {
            worst_attend);
     for (i = 0; i < FORMAT_ROWS; i++) /* without a budget, and with one */
         printf("\n    %s/%s: tokens are off by %.4f, %.4f at most, layers by %.4f, %.4f",
-               formats[i].warm.k ? tkv_get_name(TKV_NAME_FORMAT, formats[i].warm.k) : "default",
-               formats[i].warm.v ? tkv_get_name(TKV_NAME_FORMAT, formats[i].warm.v) : "default",
+               formats[i].warm.k ? tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].warm.k) : "default",
+               formats[i].warm.v ? tkv_get_name(TKV_NAME_FORMAT, (int)formats[i].warm.v) : "default",
                worst_token[i][0], worst_token[i][1], worst_mean[i][0], worst_mean[i][1]);
     for (i = 0; i < COUNT(calls); i++)
         printf("%s%s %ld, refused %ld", i % 5 ? "; " : "\n    ", calls[i].name, n_done[i], n_refused[i]);

@@ -596,7 +596,7 @@ TEST(encoded_tiers) {
             total += (double)scores_a[j];
         }
         CHECK_LE(worst_error, 1e-5 * 148);
-        CHECK_NEAR(total, 148.0 * HEADS, .1);
+        CHECK_NEAR(total, 148.0 * (int)HEADS, .1);
         check_cache(kv);
         tkv_destroy(kv);
     }
@@ -631,7 +631,7 @@ TEST(prefill) {
             total += (double)scores_a[j];
         }
         CHECK_LE(worst_error, 2e-4 * (double)scores_b[0] + 1e-2);
-        CHECK_NEAR(total, 950.0 * HEADS, 3 * (HEADS + .5));
+        CHECK_NEAR(total, 950.0 * (int)HEADS, 3 * ((int)HEADS + .5));
         for (c = 0; c < 2; c++) tkv_destroy(kv[c]);
     }
 }
@@ -985,7 +985,7 @@ TEST(scores_after_eviction) {
             total += (double)per_token[j];
         }
         CHECK_EQ(n, 432);
-        CHECK_LE(worst_error, 2e-5 * HEADS);
+        CHECK_LE(worst_error, 2e-5 * (int)HEADS);
         if (policies[i] != TKV_EVICT_SCISSORHANDS) CHECK_NEAR(total, HEADS, 1e-2);
         check_cache(kv);
         tkv_destroy(kv);

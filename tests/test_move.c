@@ -289,7 +289,7 @@ TEST(layers_have_frequencies_of_their_own) {
     memset(&s, 0, sizeof s);
     scaled_frequencies(DIM, 8.0, 1.0, 32.0, yarn);
     scaled_frequencies(DIM, 32.0, 1.0, 4.0, llama);
-    for (i = 0; i < DIM / 2; i++) p_rope[i] = i < DIM / 4 ? (float)pow(1e6, -2.0 * i / DIM) : 0.0f;
+    for (i = 0; i < DIM / 2; i++) p_rope[i] = i < DIM / 4 ? (float)pow(1e6, -2.0 * i / (int)DIM) : 0.0f;
     cfg.model.rope.dim = DIM;
     cfg.limits.max_append = 512;
     cfg.layers = layers;
@@ -691,7 +691,7 @@ TEST(coding_at_each_move_would_lose) {
         }
         others = mean_squared_difference(coded, want, 64 * DIM);
         printf("    %-6s squared error of a key: %.2e, after %d moves %.2e; coded at each move %.2e\n",
-               tkv_get_name(TKV_NAME_FORMAT, formats[f]), own[0], MOVES, own[1], others);
+               tkv_get_name(TKV_NAME_FORMAT, (int)formats[f]), own[0], MOVES, own[1], others);
         CHECK_LE(own[1], 1.001 * own[0] + 1e-9);
         CHECK(others > 3.0 * own[1]);
         tkv_destroy(kv);

@@ -100,8 +100,9 @@ static void check_parts(tkv_cache *kv, tkv_attend_params p, int rows, const char
         CHECK_MSG(memcmp(lse_b, lse_a, (size_t)(rows * HEADS) * sizeof *lse_a) == 0,
                   "%s: lse differs with %d parts", label, counts[i]);
         if (p.scores)
-            CHECK_MSG(memcmp(scores_b, scores_a, (p.batch ? SEQS : 1) * TOKENS * sizeof *scores_a) == 0,
-                      "%s: scores differ with %d parts", label, counts[i]);
+            CHECK_MSG(
+                memcmp(scores_b, scores_a, (size_t)((p.batch ? SEQS : 1) * TOKENS) * sizeof *scores_a) == 0,
+                "%s: scores differ with %d parts", label, counts[i]);
         CHECK(is_zero(space, 128));
     }
 }

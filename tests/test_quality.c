@@ -425,7 +425,7 @@ TEST(oscar_rotations) {
             for (k = 0; i == j && k < N; k++)
                 for (l = 0; l < N; l++)
                     variance += (double)(rotation[k * N + i] * rotation[l * N + i]) * c[k * N + l];
-            if (i == j) CHECK_NEAR(variance / trace * N, 1, 1e-4);
+            if (i == j) CHECK_NEAR(variance / trace * (int)N, 1, 1e-4);
         }
 }
 

@@ -1316,7 +1316,7 @@ TEST(one_long_sequence_discards_its_oldest_blocks) {
     CHECK(held >= 1800 || count_discarded(kv, 0, 0) == 0);
     tkv_destroy(kv);
     cfg.recompute.cost.min_materialized = 128;
-    cfg.recompute.cost.step_flops = 400.0 * LAYERS * 2.0 * 1000.0; /* of 400 tokens: 6 blocks */
+    cfg.recompute.cost.step_flops = 400.0 * (int)LAYERS * 2.0 * 1000.0; /* of 400 tokens: 6 blocks */
     CHECK_EQ(run_long_sequence(&cfg, &kv, &dear_worst), -1);
     CHECK_EQ(count_discarded(kv, 0, 0), 6 * BLOCK);
     tkv_destroy(kv);
@@ -1338,7 +1338,7 @@ TEST(estimates_count_blocks_of_a_model) {
         if (way) attach_row_model(&m, &cfg);
         if (way == 1) cfg.recompute.cost.min_materialized = LONGEST;
         if (way == 2)
-            cfg.recompute.cost.step_flops = 400.0 * LAYERS * 2.0 * 1000.0; /* of 400 tokens: 6 blocks */
+            cfg.recompute.cost.step_flops = 400.0 * (int)LAYERS * 2.0 * 1000.0; /* of 400 tokens: 6 blocks */
         CHECK_EQ(tkv_estimate_context(&cfg, 1, &context[way]), TKV_OK);
         CHECK_EQ(tkv_estimate_memory(&cfg, context[way], 1, &memory), TKV_OK);
         CHECK_LE(memory.peak, cfg.budget.bytes);

@@ -908,7 +908,7 @@ TEST(cut_journals_have_the_last_whole_save) {
     }
     /* each flipped bit of the last save gives an error or, with `recover`, the save before it */
     int n_wrong = 0;
-    for (size_t i = 8 * ends[2]; i < 8 * j.n; i += tkv_test_quick() ? 5 : 1) {
+    for (size_t i = 8 * ends[2]; i < 8 * j.n; i += tkv_test_quick() ? 5u : 1u) {
         tkv_load_params load = load_params(0);
         j.bytes[i / 8] ^= (unsigned char)(1u << i % 8);
         n_wrong += tkv_seq_load(b, &load, j.bytes, j.n, NULL) != TKV_ERR_DATA;

@@ -896,7 +896,8 @@ int main(int argc, char **argv) {
             if (strcmp(argv[i], "--tokens") == 0) day.tokens = n;
             else if (strcmp(argv[i], "--hours") == 0) day.hours = n;
             else if (strcmp(argv[i], "--seed") == 0) day.seed = n;
-            else if (strcmp(argv[i], "--seqs") == 0) day.seqs = n > MAX_SEQS ? MAX_SEQS : n < 12 ? 12 : n;
+            else if (strcmp(argv[i], "--seqs") == 0)
+                day.seqs = n > MAX_SEQS ? (long)MAX_SEQS : n < 12 ? 12 : n;
             else return printf("%s is no option\n", argv[i]), 2;
         }
         argc = 1;

@@ -61,8 +61,8 @@ static void for_each_cache(special_check check) {
                 tkv_rng rng = tkv_rng_seed(77);
                 tkv_cache *kv = create_cache(&cfg);
                 char label[80];
-                snprintf(label, sizeof label, "%s, %s, %d rows", tkv_get_name(TKV_NAME_ISA, isas[isa]),
-                         tkv_get_name(TKV_NAME_FORMAT, cfg.tiers.warm.k), rows[i]);
+                snprintf(label, sizeof label, "%s, %s, %d rows", tkv_get_name(TKV_NAME_ISA, (int)isas[isa]),
+                         tkv_get_name(TKV_NAME_FORMAT, (int)cfg.tiers.warm.k), rows[i]);
                 tkv_rng_fill(&rng, k_in, LEN * KV_HEADS * DIM, 1.0);
                 tkv_rng_fill(&rng, v_in, LEN * KV_HEADS * DIM, 1.0);
                 tkv_rng_fill(&rng, q_in, MAX_ROWS * ROW, 1.0);

@@ -656,7 +656,7 @@ typedef struct crowd {
 
 typedef struct member { /* a thread */
     pthread_t thread;
-    crowd *crowd;
+    crowd *all;
     int number;
     outputs o;
     long n_done, n_wrong, n_errors;
@@ -734,7 +734,7 @@ static void rest(void) { /* leaves the processor to the others */
 
 static void *run_attender(void *arg) {
     member *m = (member *)arg;
-    crowd *c = m->crowd;
+    crowd *c = m->all;
     for (int i = m->number; begin_reading(c); i++) {
         const int which = i % N_CALLS, in_parts = which == DECODE && i % 2;
         m->n_errors +=
@@ -749,7 +749,7 @@ static void *run_attender(void *arg) {
 static void *run_reporter(void *arg) {
     enum { TEXT = 1 << 17 };
     member *m = (member *)arg;
-    crowd *c = m->crowd;
+    crowd *c = m->all;
     char *text = (char *)malloc(TEXT);
     if (!text) exit_with_message("no memory");
     while (begin_reading(c)) {
@@ -786,7 +786,7 @@ static void *run_reporter(void *arg) {
 /* These calls are allowed at any time, also beside a write. */
 static void *run_observer(void *arg) {
     member *m = (member *)arg;
-    crowd *c = m->crowd;
+    crowd *c = m->all;
     tkv_rng r = tkv_rng_seed(3);
     while (!is_over(c)) {
         const float x = (float)tkv_rng_uniform(&r);
@@ -807,7 +807,7 @@ static void *run_observer(void *arg) {
 static void *run_rules(void *arg) {
     enum { N = 256, KEEP = 100 };
     member *m = (member *)arg;
-    crowd *c = m->crowd;
+    crowd *c = m->all;
     tkv_rng r = tkv_rng_seed(4);
     int hot = 64, level = 1;
     while (!is_over(c)) {
@@ -951,7 +951,7 @@ TEST(everything_at_once) {
     change_crowd(&c, 0, &rng);
     memset(members, 0, sizeof members);
     for (int i = 0; i < MEMBERS; i++) {
-        members[i].crowd = &c;
+        members[i].all = &c;
         members[i].number = i;
         if (pthread_create(&members[i].thread, NULL, i < ATTENDERS ? run_attender : runs[i - ATTENDERS],
                            &members[i]))

@@ -652,8 +652,8 @@ static moments measure_moments(const tkvi_side *s, tkv_rng *r, int blocks) {
         for (c = 0; c < s->dim; c++) {
             double mx = 0, my = 0;
             for (t = 0; t < BLOCK && s->which == TKV_K; t++) {
-                mx += (double)in[t * s->dim + c] / BLOCK;
-                my += (double)out[t * s->dim + c] / BLOCK;
+                mx += (double)in[t * s->dim + c] / (int)BLOCK;
+                my += (double)out[t * s->dim + c] / (int)BLOCK;
             }
             for (t = 0; t < BLOCK; t++) {
                 double x = (double)in[t * s->dim + c] - mx, y = (double)out[t * s->dim + c] - my;
@@ -925,7 +925,7 @@ TEST(values_of_all_norms) {
                     ee += (x - y) * (x - y);
                 }
                 CHECK_NEAR(xy / xx, 1.0, 0.03); /* half a step of the scale, and 12 bits */
-                mean_error += sqrt(ee / xx) / BLOCK;
+                mean_error += sqrt(ee / xx) / (int)BLOCK;
             }
             CHECK_LE(mean_error, errors[b] * (dim < 64 ? 1.3 : 1.08));
         }
@@ -1162,7 +1162,7 @@ static double measure_gap(int unit, int fit, double eta, int first) {
             for (i = 0; i <= c; i++) {
                 double sum = 0;
                 for (q = 0; q < SAMPLE; q++) sum += sample_q[q][i] * sample_q[q][c];
-                packed[tkvi_packed(i, c)] = (float)((i == c) + eta * sum * SAMPLE_DIM / trace);
+                packed[tkvi_packed(i, c)] = (float)((i == c) + eta * sum * (int)SAMPLE_DIM / trace);
             }
         tkvi_feedback_from(packed, SAMPLE_DIM, unit);
         tkvi_feedback_store(packed, SAMPLE_DIM, unit, factors);

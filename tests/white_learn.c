@@ -758,7 +758,6 @@ static tkv_status call_that_learns(tkv_cache *kv, int kind) {
 /* Refuses each allocation of a call in turn. A call that fails may have made a table. Made again, the call ends with the
  * table of a call that did not fail. */
 TEST(a_failure_makes_the_same_table) {
-    static uint8_t saved[1 << 16];
     int kind, n, n_granted, n_failed = 0;
     size_t size;
     for (kind = 0; kind < 3; kind++) /* append, flush, begin */
@@ -889,7 +888,7 @@ TEST(norms_from_scales) {
                     const float *v = v_out + (b->first_position + t) * V_ROW + head * DV;
                     double want = 0;
                     for (c = 0; c < DV; c++) want += (double)v[c] * (double)v[c];
-                    CHECK_MSG(fabs(squares[t] - part[f] * want) <= 0.45 * want, "%s: %g, not %g",
+                    CHECK_MSG(fabs((double)squares[t] - part[f] * want) <= 0.45 * want, "%s: %g, not %g",
                               tkvi_format_name(formats[f]), (double)squares[t], part[f] * want);
                 }
             }

@@ -227,8 +227,8 @@ TEST(invalid_importance_is_refused) {
         if (i == 4) bad.tau = .5f;
         if (i == 5) bad.attention = -1;
         if (i == 6) bad.low = INF_;
-        if (i == 7) bad.strategy = (tkv_importance_strategy)-1;
-        if (i == 8) bad.heads = (tkv_importance_heads)-1;
+        if (i == 7) memset(&bad.strategy, 0xff, sizeof bad.strategy); /* -1 */
+        if (i == 8) memset(&bad.heads, 0xff, sizeof bad.heads);
         if (i == 9) bad.heads = (tkv_importance_heads)(TKV_IMPORTANCE_SUM + 1);
         if (i == 10) bad.sample_every = -1;
         if (i == 11) bad.sample_every = 1 << 30;
@@ -779,7 +779,7 @@ TEST(
     CHECK_EQ(tkvi_score_tokens(&cfg, &few, b), TKV_OK);
     for (i = 0; i < MAX_TOKENS / 2; i++) CHECK_NEAR(b[i], a[2 * i + 1], 0);
     for (i = 0; i < 3; i++) CHECK_NEAR(a[i], first[i] / 16777216.0, 0);
-    for (i = 0; i < MAX_TOKENS; i++) mean += (double)a[i] / MAX_TOKENS;
+    for (i = 0; i < MAX_TOKENS; i++) mean += (double)a[i] / (int)MAX_TOKENS;
     CHECK_NEAR(mean, .5, .05);
     cfg.seed = 1;
     CHECK_EQ(tkvi_score_tokens(&cfg, &v, b), TKV_OK);
@@ -1468,7 +1468,7 @@ TEST(random_layer_budgets) {
         if (l == 8) bad.n_tokens = -1;
         if (l == 9)
             bad.shape = TKV_EVICT_LINEAR, bad.total = 4 * (int64_t)((1 << 30) - 1); /* exceeds an int */
-        if (l == 10) bad.shape = (tkv_evict_shape)-1;
+        if (l == 10) memset(&bad.shape, 0xff, sizeof bad.shape);                    /* -1 */
         if (l == 11) bad.beta = -1;
         if (l == 12) bad.window = 1 << 30;
         if (l == 13) bad.n_tokens = 1 << 30;
