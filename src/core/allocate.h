@@ -15,6 +15,7 @@
 #ifndef TKVI_CORE_ALLOCATE_H
 #define TKVI_CORE_ALLOCATE_H
 
+#include "core/log_scale.h"
 #include "core/tile.h"
 
 /* Statistics of one KV head. */
