@@ -34046,7 +34046,7 @@ static int tkvi_renew_table(tkv_cache *kv, int layer, int n) {
 
 /* The largest part of what is held: its name, and its bytes. */
 static const char *tkvi_find_largest_part(const tkv_cache *kv, size_t *bytes) {
-    static const char *const names[] = {"exact (sinks, blocks not full, last append)",
+    static const char *const names[] = {"exact (sinks, hot tails, last append)",
                                         "encoded tokens",
                                         "tables",
                                         "states",
@@ -34085,11 +34085,11 @@ static tkv_status tkvi_refuse_over_budget(tkv_cache *kv, size_t bytes) {
     } else {
         tkvi_append_text(&t, "the call needs at least ");
         tkvi_append_digits(&t, (uint64_t)bytes);
-        tkvi_append_text(&t, " bytes, more than the budget; ");
+        tkvi_append_text(&t, " bytes, over the budget; ");
         tkvi_append_digits(&t, (uint64_t)largest);
         tkvi_append_text(&t, " held are ");
         tkvi_append_text(&t, part);
-        tkvi_append_text(&t, "; raise it, reset a sequence or append less");
+        tkvi_append_text(&t, "; raise it, reset a sequence, append less");
     }
     kv->counts.refused++;
     tkvi_emit_event(kv, TKV_EVENT_BUDGET, TKV_ALL_LAYERS, 0, 0, bytes, kv->call.error);

@@ -136,6 +136,7 @@ TEST(a_small_budget_holds_150_tokens) {
     CHECK_EQ(st, TKV_ERR_BUDGET);
     CHECK_LE(150, t - 1);
     CHECK(strstr(tkv_get_last_error(kv), " held are "));
+    CHECK(strstr(tkv_get_last_error(kv), "append less"));
     largest = strtoul(strchr(tkv_get_last_error(kv), ';') + 1, NULL, 10);
     CHECK_LE(cfg.budget.bytes / 5, largest); /* of five parts */
     CHECK_LE(largest, cfg.budget.bytes);

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Programs that share a prompt through a store of prefixes: examples/store_lmdb.c, store_valkey.c. Each is another process. The text and the
-logits are those of adopting once more, whatever happens to the store; a damaged store gives the text of no store.
+"""Programs that share a prompt through a store of prefixes: examples/store_lmdb.c, store_valkey.c. Each is another process. Whatever happens
+to the store, a program that reads the whole prompt has the text of one without a store, and a program that adopts pages has the text and
+the logits of adopting once more. Reading and adopting code some blocks at other moments, so their logits are nearly the same, and a
+text can part where two tokens are nearly as likely.
 
 TKV_TEST_HIREDIS=DIR takes hiredis from DIR/include and DIR/lib for the tests of TLS, which need hiredis 1.0 or later with its TLS.
 tests/programs.py says what TKV_TEST_STRICT and TKV_TEST_CFLAGS do."""
 import contextlib
+import math
 import os
 import random
 import re
@@ -12,6 +15,7 @@ import shutil
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import tempfile
@@ -32,6 +36,12 @@ def missing(what):
     if STRICT:
         raise RuntimeError(what)
     raise unittest.SkipTest(what)
+
+
+def log_softmax(logits):
+    x = struct.unpack("=%df" % (len(logits) // 4), logits)
+    total = max(x) + math.log(math.fsum(math.exp(v - max(x)) for v in x))
+    return [v - total for v in x]
 
 
 class Store(unittest.TestCase):
@@ -79,6 +89,14 @@ class Store(unittest.TestCase):
             return text, f.read(), numbers
 
 
+    def assert_close(self, got, want, most=3e-5):
+        """Compares the logits of a program that adopts pages with those of one that reads the prompt. Their divergence is 3e-6 or less in
+        these tests, with scalar and AVX2 kernels; pages of another text make it 2e-4 or more."""
+        p, q = log_softmax(want[1]), log_softmax(got[1])
+        self.assertEqual(len(p), len(q))
+        self.assertLess(math.fsum(math.exp(a) * (a - b) for a, b in zip(p, q)), most)
+
+
 class Lmdb(Store):
     @classmethod
     def setUpClass(cls):
@@ -100,10 +118,10 @@ class Lmdb(Store):
         self.assertEqual(second[2]["found"] + second[2]["read"], second[2]["prompt"])
         self.assertEqual((second[2]["put"], second[2]["refused"]), (0, 0))
         self.assertEqual(second[:2], third[:2])
-        self.assertEqual(second[0], first[0])
+        self.assert_close(second, first)
         other = self.read("--salt", "tenant")  # another tenant finds nothing
         self.assertEqual(other[2]["found"], 0)
-        self.assertEqual(other[0], first[0])
+        self.assertEqual(other[:2], first[:2])
 
     def test_many_at_once(self):
         processes = [subprocess.Popen(self.words(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -130,8 +148,8 @@ class Lmdb(Store):
 
     @unittest.skipUnless(sys.platform.startswith("linux"), "LD_PRELOAD and fopencookie are those of Linux")
     def test_a_disk_that_fails(self):
-        """A call on the files of the store fails, or all from one on. The text is that of no store, or the program says why it ends. The
-        next program finds a whole store."""
+        """A call on the files of the store fails, or all from one on. The program reads as if no call had failed, or with tables of its own
+        if it says so, or says why it ends. The next program finds a whole store, with the page or without."""
         faults = os.path.join(self.place, "disk_faults.so")
         subprocess.check_call(["cc", "-O1", "-shared", "-fPIC", os.path.join(ROOT, "tests", "disk_faults.c"), "-o", faults, "-ldl"])
         self.take_short_prompt()
@@ -141,23 +159,31 @@ class Lmdb(Store):
             env = dict(os.environ, LD_PRELOAD=faults, DISK_UNDER=folder, **more)
             return subprocess.run(self.words(), capture_output=True, text=True, timeout=120, env=env)
         want = self.parse(read_with(DISK_LOG=log).stdout)
-        self.assertEqual(self.read()[2]["refused"], 0)
+        adopted = self.read()
+        self.assertEqual((adopted[2]["pages"], adopted[2]["refused"]), (1, 0))
+        self.assert_close(adopted, want)
         with open(log) as f:
             calls = f.read().split()
         self.assertLess({"make", "write", "flush"}, set(calls))
-        went_on = 0
+        went_on, pages, alone = 0, set(), None
         for i in range(12):
             at = 1 + i * len(calls) // 12
             shutil.rmtree(folder)
             done = read_with(DISK_AT=str(at), DISK_FAULT="ENOSPC" if i % 3 == 2 else "EIO", DISK_STICKY=str(i % 2))
             if done.returncode == 0:
-                self.assertEqual(self.parse(done.stdout)[0], want[0], at)
+                out = self.parse(done.stdout)
+                if "shares nothing" in done.stderr:  # its tables are of other tokens
+                    alone = alone or out
+                    self.assert_close(out, want, 1e-3)
+                self.assertEqual(out[:2], (alone if "shares nothing" in done.stderr else want)[:2], at)
                 went_on += 1
             else:
                 self.assertRegex(done.stderr, r"^store_lmdb: cannot ", at)
             after = self.read()
-            self.assertEqual((after[0], after[2]["refused"]), (want[0], 0), at)
+            self.assertEqual((after[:2], after[2]["refused"]), ((adopted if after[2]["pages"] else want)[:2], 0), at)
+            pages.add(after[2]["pages"])
         self.assertGreater(went_on, 4)
+        self.assertEqual(pages, {0, 1})
 
     def damage(self, magic, after):
         """Changes 64 bytes of all values with a magic number, `after` bytes behind it. Returns how many there were."""
@@ -209,7 +235,7 @@ class Lmdb(Store):
         self.assertIn("the tables in the store are damaged, and are replaced", self.sentences)
         self.assertNotIn("shares nothing", self.sentences)
         self.assertIn("[tables learned", self.out)
-        self.assertEqual(mended[0], first[0])
+        self.assertEqual(mended[:2], (adopted if mended[2]["pages"] else first)[:2])
         last = self.read()
         self.assertEqual((last[2]["found"], last[2]["refused"]), (adopted[2]["found"], 0))
         self.assertEqual(last[:2], adopted[:2])
@@ -380,7 +406,7 @@ class Valkey(Server):
         self.assertGreaterEqual(first[2]["put"], 4)
         second = self.read("--metrics", os.path.join(self.place, "metrics"))
         self.assertEqual((second[2]["found"], second[2]["put"]), (4 + 256 * first[2]["put"], 0))
-        self.assertEqual(second[0], first[0])
+        self.assert_close(second, first)
         self.at = ["--socket", self.path]
         self.assertEqual(self.read()[:2], second[:2])
         with open(os.path.join(self.place, "metrics")) as f:
@@ -479,7 +505,7 @@ class Valkey(Server):
             self.ask("DEL", key)
             self.ask("LPUSH" if name == "no string" else "SET", key, wrong)
             out = self.read("--most", "1", "--metrics", os.path.join(self.place, "metrics"))
-            self.assertEqual(out[0], first[0], name)
+            self.assertEqual(out[:2], (adopted if out[2]["pages"] else first)[:2], name)
             self.assertEqual((out[2]["refused"], self.count("refused")), (1, 1), name)
             self.assertIn("are replaced" if name in ("cut", "flipped", "empty") else
                           {"too long": "longer than --most", "no string": "has no string"}[name],
@@ -574,8 +600,7 @@ class Valkey(Server):
         self.assertEqual((out[2]["found"], out[2]["put"]), (0, 0))
 
     def test_a_server_that_dies(self):
-        self.read()
-        want = self.read()
+        first, adopted = self.read(), self.read()
         for i in range(4):  # it stops in the middle of the program, and wakes up later
             p = subprocess.Popen(self.words("--salt", "" if i % 2 else "d%d" % i), stdout=subprocess.PIPE, text=True)
             time.sleep(random.Random(i).uniform(0.0, 0.3))
@@ -583,7 +608,10 @@ class Valkey(Server):
             out = p.communicate(timeout=60)[0]
             self.server.send_signal(signal.SIGCONT)
             self.assertEqual(p.returncode, 0)
-            self.assertEqual(self.parse(out)[0], want[0])
+            got = self.parse(out)
+            known = {first[2]["found"]: first, adopted[2]["found"]: adopted}.get(got[2]["found"])
+            if known: self.assertEqual(got[:2], known[:2])
+            else: self.assert_close(got, first)  # some of the pages came before it stopped
 
 
 class ValkeyTls(Server):
@@ -656,7 +684,7 @@ class ValkeyTls(Server):
         self.assertGreaterEqual(first[2]["put"], 4)
         second = self.read()
         self.assertEqual((second[2]["pages"], second[2]["put"]), (first[2]["put"], 0))
-        self.assertEqual(second[0], first[0])
+        self.assert_close(second, first)
 
     def test_wrong_certificates_are_misses(self):
         alone = self.without()
