@@ -537,9 +537,10 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 typedef struct tkv_budget_config { /* see tkv_get_budget */
     /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
      * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
-     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
-     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
-     * policy take more. A refused call says what it needs at least */
+     * a time and recoded as tightly as pressure.max_level allows. With evict.policy they are enough for 256 or more,
+     * the number that the sentence has, and then for any number (limits.max_tokens, if less), except with KVQUANT
+     * formats, whose tokens keep their slots. Other sequences, longer appends, and longer texts without a policy take
+     * more. A refused call says what it needs at least */
     size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
