@@ -3044,6 +3044,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   offload, recompute, evict.scorer, evict.user     are this cache's
  *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
  *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ *   meter.tokens, meter.every   may differ if meter.heads is 0
+ * Both caches are in place (tkv_create_in_place), or neither is. One with a meter needs a build that has it, so atomics
+ * (gcc, clang).
  * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
@@ -44974,7 +44977,7 @@ static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t si
 /* Creates a cache from the config *host, changed by the keys of the text. */
 static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size) {
-    char sentence[200];
+    char sentence[400]; /* the names of all formats fit */
     tkv_level ladder[TKV_MAX_LEVELS];
     float frequencies[TKV_MAX_HEAD_DIM / 2];
     tkv_config_arrays room;
@@ -46044,6 +46047,7 @@ typedef struct tkvi_numbers {
     const uint8_t *at, *end; /* bytes to read */
     int is_wrong;            /* 1: a number is out of its range, or missing */
     int is_other;            /* 1: a number that follows from the config differs here */
+    const char *other;       /* NULL, or the sentence on it */
     int lacks_memory;        /* 1: an array could not be allocated */
     int64_t most_entries;    /* the longest array that a file may ask for, without reservations */
     int64_t n_reserved;      /* blocks that reservations may need, at most */
@@ -46142,6 +46146,13 @@ static void tkvi_visit_same(tkvi_numbers *io, int64_t x) {
     if (tkvi_visit_number(io, x, -TKVI_MOST_COUNT, TKVI_MOST_COUNT) != x) io->is_other = 1;
 }
 
+/* The same, with a sentence for what no field of the config says alone. */
+static void tkvi_visit_same_or(tkvi_numbers *io, int64_t x, const char *sentence) {
+    const int was_other = io->is_other;
+    tkvi_visit_same(io, x);
+    if (io->is_other && !was_other) io->other = sentence;
+}
+
 static void tkvi_provide_saved(tkvi_numbers *io, int is_provided) {
     if (!is_provided) io->lacks_memory = 1;
 }
@@ -46158,7 +46169,9 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, t->cfg.limits.max_tokens);
     tkvi_visit_same(io, t->cfg.limits.max_append);
     tkvi_visit_same(io, t->cfg.limits.max_states);
-    tkvi_visit_same(io, kv->pool.keep_all);
+    tkvi_visit_same_or(io, kv->pool.keep_all,
+                       kv->pool.keep_all ? "this cache is in place, and the saved one was not"
+                                         : "the saved cache was in place, and this one is not");
     tkvi_visit_same(io, t->recode_pages);
     tkvi_visit_same(io, t->n_levels);
     tkvi_visit_same(io, t->n_keys);
@@ -46197,7 +46210,9 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, t->cfg.host.precise);
     tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes / 2));
     tkvi_visit_same(io, pressure->jump);
-    tkvi_visit_same(io, kv->meter ? kv->meter->n : 0);
+    tkvi_visit_same_or(io, kv->meter ? kv->meter->n : 0,
+                       "the saved config has another meter.heads; a build without atomics or with "
+                       "TKV_NO_METER has no meter");
     tkvi_visit_same(io, kv->meter ? kv->meter->slots : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->every : 0);
     tkvi_visit_same(io, kv->meter && kv->meter->feedback);
@@ -46567,10 +46582,8 @@ static void tkvi_visit_meter(tkvi_numbers *io) {
 }
 
 /* >>all of it */
-static void tkvi_visit_cache(tkvi_numbers *io) {
+static void tkvi_visit_behind_config(tkvi_numbers *io) {
     int seq;
-    tkvi_visit_config(io);
-    if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
     if (io->is_other) return;
     tkvi_visit_counts(io);
@@ -46580,6 +46593,11 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
     if (!io->is_wrong) tkvi_visit_rest_of_config(io);
+}
+
+static void tkvi_visit_cache(tkvi_numbers *io) {
+    tkvi_visit_config(io);
+    if (!io->is_other && !io->is_wrong) tkvi_visit_behind_config(io); /* else the arrays have other sizes */
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */
@@ -48182,17 +48200,14 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 
 /* >>numbers of a whole cache */
 /* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
-static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
+static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
-    const tkvi_pool *pool = &l->kv->pool;
     tkvi_numbers io;
     memset(&io, 0, sizeof io);
     io.kv = l->kv;
     io.mode = TKVI_CHECKS_NUMBERS;
     io.at = s.at;
     io.end = s.at ? s.at + s.n : NULL;
-    io.most_entries =
-        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
     if (!s.at) io.is_wrong = 1;
     return io;
 }
@@ -48211,24 +48226,30 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     return n;
 }
 
-static tkv_status tkvi_refuse_numbers(tkvi_loader *l, const tkvi_numbers *io) {
-    return !io->is_wrong && io->is_other
-               ? tkvi_refuse_saved_model(
-                     l, "the cache was saved with another config; create this one with the same", -1)
-               : tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+static tkv_status tkvi_refuse_numbers(tkvi_loader *l) {
+    const tkvi_numbers *io = &l->numbers;
+    if (io->is_wrong || !io->is_other)
+        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+    return tkvi_refuse_saved_model(
+        l, io->other ? io->other : "the cache was saved with another config; create this one with the same",
+        -1);
 }
 
-/* Compares the config before the lists, which may not fit another one. */
+/* Compares the config before the lists, which may not fit another one. The other numbers follow it. */
 static tkv_status tkvi_check_saved_config(tkvi_loader *l) {
-    tkvi_numbers io = tkvi_saved_numbers(l, 0);
-    if (!io.is_wrong) tkvi_visit_config(&io);
-    return io.is_wrong || io.is_other ? tkvi_refuse_numbers(l, &io) : TKV_OK;
+    tkvi_numbers *io = &l->numbers;
+    *io = tkvi_saved_numbers(l);
+    if (!io->is_wrong) tkvi_visit_config(io);
+    return io->is_wrong || io->is_other ? tkvi_refuse_numbers(l) : TKV_OK;
 }
 
-static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
-    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
-    if (!io->is_wrong) tkvi_visit_cache(io);
-    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l, io) : TKV_OK;
+static tkv_status tkvi_check_saved_cache(tkvi_loader *l) {
+    const tkvi_pool *pool = &l->kv->pool;
+    tkvi_numbers *io = &l->numbers;
+    io->most_entries = 16 * tkvi_n_saved_entries(l) + 4096 + (int64_t)pool->block_cap + pool->page_cap +
+                       l->kv->work.choice_cap;
+    tkvi_visit_behind_config(io);
+    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l) : TKV_OK;
 }
 
 /* >>the whole */
@@ -48247,7 +48268,7 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
     }
     for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
         st = tkvi_check_saved_states(l);
-    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
+    if (!st && l->is_cache) st = tkvi_check_saved_cache(l);
     l->seq = tkvi_first_loaded_seq(l);
     return st;
 }

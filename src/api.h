@@ -1183,6 +1183,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   offload, recompute, evict.scorer, evict.user     are this cache's
  *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
  *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ *   meter.tokens, meter.every   may differ if meter.heads is 0
+ * Both caches are in place (tkv_create_in_place), or neither is. One with a meter needs a build that has it, so atomics
+ * (gcc, clang).
  * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
