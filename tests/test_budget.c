@@ -1893,6 +1893,30 @@ TEST(short_sequences_are_archived) {
     tkv_destroy(kv);
 }
 
+/* A tier whose blocks would take as many bytes as exact ones codes nothing: they stay as they are, and are sound. */
+TEST(a_tier_of_no_fewer_bytes) {
+    tkv_config cfg = make_sized_config(1, 2, 2, 8, 1, 64);
+    tkv_level level;
+    tkv_cache *kv;
+    tkv_layer_info info;
+    int t;
+    memset(&level, 0, sizeof level);
+    level.warm = pair_of(TKV_BF16, TKV_F16);
+    level.archive = pair_of(TKV_BF16, TKV_FP4);
+    cfg.tiers.hot_tokens = 28;
+    cfg.budget.ladder = &level;
+    cfg.budget.n_levels = 1;
+    cfg.budget.bytes = 200000;
+    kv = create_cache(&cfg);
+    fill_inputs(64);
+    for (t = 0; t < 2000 && tkv_append(kv, 0, 0, k_in, v_in, 1) == TKV_OK; t++)
+        if (t % 64 == 0) check_cache(kv);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK(info.blocks[TKV_TIER_ARCHIVE] > 0);
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     rng = tkv_rng_seed(11);
@@ -1939,6 +1963,7 @@ int main(int argc, char **argv) {
     RUN(quality_chooses_no_level_by_length);
     RUN(config_names_the_wrong_field);
     RUN(named_budgets_are_enough);
+    RUN(a_tier_of_no_fewer_bytes);
     RUN(short_sequences_are_archived);
     return tkv_test_end();
 }
