@@ -2398,9 +2398,10 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 typedef struct tkv_budget_config { /* see tkv_get_budget */
     /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
      * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
-     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
-     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
-     * policy take more. A refused call says what it needs at least */
+     * a time and recoded as tightly as pressure.max_level allows. With evict.policy they are enough for 256 or more,
+     * the number that the sentence has, and then for any number (limits.max_tokens, if less), except with KVQUANT
+     * formats, whose tokens keep their slots. Other sequences, longer appends, and longer texts without a policy take
+     * more. A refused call says what it needs at least */
     size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
@@ -3043,6 +3044,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   offload, recompute, evict.scorer, evict.user     are this cache's
  *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
  *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ *   meter.tokens, meter.every   may differ if meter.heads is 0
+ * Both caches are in place (tkv_create_in_place), or neither is. One with a meter needs a build that has it, so atomics
+ * (gcc, clang).
  * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence
@@ -24118,6 +24122,14 @@ static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
     return (int64_t)((double)cfg->trigger * budget + .5);
 }
 
+/* Upper bound of the live tokens that no eviction for bytes takes from a list without pins: sinks and recent tokens of
+ * the policy, and a block. Twice the recent ones, as tkvi_evict_protect protects them in half of `keep`. */
+static int64_t tkvi_n_protected(const tkv_evict_config *cfg) {
+    tkv_evict_config full;
+    (void)tkvi_evict_fill(cfg, &full);
+    return (int64_t)full.sink_tokens + 2 * (int64_t)full.recent_tokens + TKVI_BLOCK;
+}
+
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
  * or more if the budget requires it; never more than n. cfg is valid, the numbers are not negative. */
 static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {
@@ -28637,23 +28649,58 @@ static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_s
                           tkvi_multiply_sizes(pages, derived->page_bytes + sizeof(tkvi_page)));
 }
 
+/* Most blocks behind the front ones that the first tokens of a sequence take if they come one at a time. With a policy
+ * any number takes no more, because evictions make room: these leave the blocks of protected tokens, the last block,
+ * and the one that comes. */
+static int tkvi_n_first_blocks(const tkvi_derived_config *derived) {
+    const tkv_config *cfg = &derived->cfg;
+    int64_t n_staying;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 2;
+    if (derived->any_fixed) return 4; /* evictions merge no blocks, and need not free any */
+    n_staying = tkvi_n_protected(&cfg->evict) + cfg->tiers.n_anchors;
+    if (cfg->tiers.n_anchors) n_staying *= 2; /* their slots stay reserved */
+    return tkvi_max(4, (int)((n_staying + TKVI_BLOCK - 1) / TKVI_BLOCK) + 2);
+}
+
 /* The first tokens of a sequence that a sentence speaks of. */
-static int tkvi_first_tokens(const tkv_config *cfg) {
-    return tkvi_min(TKVI_HAS_EVICT && cfg->evict.policy ? 256 : 128, cfg->limits.max_tokens);
+static int tkvi_first_tokens(const tkvi_derived_config *derived) {
+    const int64_t n = (int64_t)tkvi_n_first_blocks(derived) * TKVI_BLOCK;
+    return n < derived->cfg.limits.max_tokens ? (int)n : derived->cfg.limits.max_tokens;
+}
+
+/* The key of the tier in which the last level leaves a block that is not exact any more. A level codes nothing that
+ * would take more bytes. */
+static int tkvi_last_key(const tkvi_derived_config *derived, const tkvi_tier_spec *last) {
+    const int key = last->key[tkvi_tier_of_level(last, TKV_TIER_ARCHIVE)], hot = last->key[TKV_TIER_HOT];
+    return derived->bytes[key].total < derived->bytes[hot].total ? key : hot;
+}
+
+/* Marks the other classes in which levels of a layer can leave blocks that the last level then codes no more, because
+ * they take fewer bytes. */
+static void tkvi_mark_tight_classes(const tkvi_derived_config *derived, const tkvi_tier_spec *specs,
+                                    uint8_t *is_tight) {
+    const int n = derived->cfg.budget.pressure.max_level, last = tkvi_last_key(derived, &specs[n]);
+    int level, tier;
+    for (level = 0; level < n; level++)
+        for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && specs[level].hot != TKVI_FOREVER; tier++) {
+            const int key = specs[level].key[tier];
+            if (derived->bytes[key].total < derived->bytes[last].total) is_tight[derived->class_of[key]] = 1;
+        }
 }
 
 /* A budget that is enough for them if they come one at a time: in each layer, a block of exact tokens, and blocks of
- * the tightest level. With a policy, evictions then make room for any number. */
+ * the tightest level. */
 static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const tkvi_sizes *s) {
-    const int n_tokens = tkvi_first_tokens(&derived->cfg);
-    const int n_blocks = (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    const int n_list = n_blocks + 1 + tkvi_n_anchor_blocks(&derived->cfg);
+    const int n_blocks = (tkvi_first_tokens(derived) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int64_t n_list = (int64_t)n_blocks + 2 + tkvi_n_anchor_blocks(&derived->cfg);
     const size_t layers = (size_t)derived->cfg.model.n_layers,
                  stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0,
+                 version = tkvi_version_bytes(derived),
                  list_entry_bytes = layers * sizeof(uint32_t) + tkvi_choice_entry_bytes(&derived->cfg);
     tkvi_tier_spec specs[TKV_MAX_LEVELS];
     const tkvi_tier_spec *tightest = &specs[derived->cfg.budget.pressure.max_level];
     int64_t slots[TKVI_MAX_LAYOUTS] = {0}, pages = derived->recode_pages;
+    uint8_t is_tight[TKVI_MAX_LAYOUTS] = {0};
     size_t arrays, total;
     int i, c;
     for (i = 0; i < derived->cfg.model.n_layers; i++) {
@@ -28662,19 +28709,23 @@ static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const t
         if (p.stored_layer != i) continue;
         tkvi_add_front_blocks(derived, &p, 1, slots);
         slots[derived->class_of[tightest->key[TKV_TIER_HOT]]]++;
-        slots[derived->class_of[tightest->key[tightest->hot == TKVI_FOREVER ? TKV_TIER_HOT
-                                                                            : TKV_TIER_ARCHIVE]]] +=
-            n_blocks - 1;
+        slots[derived->class_of[tkvi_last_key(derived, tightest)]] += n_blocks - 1;
+        tkvi_mark_tight_classes(derived, specs, is_tight);
     }
     for (c = 0; c < derived->n_classes; c++)
-        if (slots[c]) pages += tkvi_pages_for(&derived->size_class[c], slots[c]);
-    arrays = tkvi_multiply_sizes(tkvi_cap_for((int64_t)n_list * derived->n_stored + derived->n_classes),
+        pages += tkvi_pages_for(&derived->size_class[c], slots[c]) + is_tight[c];
+    arrays = tkvi_multiply_sizes(tkvi_cap_for(n_list * derived->n_stored + derived->n_classes),
                                  tkvi_block_entry_bytes(&derived->cfg));
     arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(n_list), list_entry_bytes));
     arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(pages), sizeof(tkvi_page)));
-    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), tkvi_version_bytes(derived));
-    total = tkvi_add_sizes(total, tkvi_multiply_sizes(arrays, 2)); /* one that grows is there twice */
-    return tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
+    total = tkvi_multiply_sizes(arrays, 2); /* one that grows is there twice */
+    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), total);
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
+    if (!TKVI_HAS_EVICT || !derived->cfg.evict.policy) return tkvi_add_sizes(total, version);
+    /* later tables take versions of their own: two, or all if that is little (tkvi_keeps_two_tables) */
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes(version, TKVI_IN_PLACE_VERSIONS));
+    if (version > total / TKVI_LEAST_BUDGET_SHARE) return total;
+    return tkvi_add_sizes(total, tkvi_multiply_sizes(version, TKVI_VERSIONS - TKVI_IN_PLACE_VERSIONS));
 }
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
@@ -28830,7 +28881,7 @@ static tkv_status tkvi_write_reason(tkv_status st, tkvi_derived_config *derived,
         tkvi_append_text(&t, "; ");
         tkvi_append_digits(&t, (uint64_t)tkvi_budget_for_first_tokens(derived, &s));
         tkvi_append_text(&t, " is enough for the first ");
-        tkvi_append_int(&t, tkvi_first_tokens(&derived->cfg));
+        tkvi_append_int(&t, tkvi_first_tokens(derived));
         tkvi_append_text(&t, " tokens of one sequence");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);
@@ -33439,13 +33490,8 @@ static uint64_t tkvi_live_pinned_mask(const tkv_cache *kv, const tkvi_list *list
 static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_outside) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkv_evict_config cfg;
-    int64_t n;
+    int64_t n = tkvi_n_protected(&kv->tables.cfg.evict) + kv->tables.cfg.tiers.n_anchors;
     int i;
-    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
-    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
-        TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
-    n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_n_bits(spares_outside && tkvi_frees_no_slot(tkvi_block_of(kv, ids[i]))
                              ? tkvi_live_mask_in(kv, list, ids, i)
@@ -34246,7 +34292,8 @@ static int tkvi_has_known_victims(const tkv_cache *kv) {
            (!(needs & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* A stretch: neighbours in RAM with one tier, one format and one shift. Only within a stretch blocks are merged. */
+/* A stretch: neighbours in RAM with one tier, one format and one shift. Only within a stretch blocks are merged, also
+ * those that were coded with other versions of a table. */
 typedef struct tkvi_stretch {
     int n_blocks, n_used; /* blocks; used slots after eviction */
     int first, layout;    /* first position */
@@ -34313,7 +34360,8 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
                 tkvi_demand_again(kv, b, demand);
             continue;
         }
-        if (stretch.n_blocks && (!is_own || i == end_expired || b->layout != stretch.layout ||
+        if (stretch.n_blocks && (!is_own || i == end_expired ||
+                                 kv->tables.layout[b->layout].key != kv->tables.layout[stretch.layout].key ||
                                  tkvi_tier_at(list, i) != stretch.tier ||
                                  !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);
@@ -42590,13 +42638,13 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
- * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. A loaded
- * block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
+ * tier's own format, or, with several levels, a budget, a store, or for a discarded block, any format of the ladder. A
+ * loaded block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
         one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
-              !kv->tables.cfg.recompute.compute && !kv->budget.has_loaded;
+              !kv->tables.cfg.recompute.compute && !kv->budget.has_loaded && !kv->tables.recode_pages;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key &&
@@ -44929,7 +44977,7 @@ static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t si
 /* Creates a cache from the config *host, changed by the keys of the text. */
 static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size) {
-    char sentence[200];
+    char sentence[400]; /* the names of all formats fit */
     tkv_level ladder[TKV_MAX_LEVELS];
     float frequencies[TKV_MAX_HEAD_DIM / 2];
     tkv_config_arrays room;
@@ -45999,6 +46047,7 @@ typedef struct tkvi_numbers {
     const uint8_t *at, *end; /* bytes to read */
     int is_wrong;            /* 1: a number is out of its range, or missing */
     int is_other;            /* 1: a number that follows from the config differs here */
+    const char *other;       /* NULL, or the sentence on it */
     int lacks_memory;        /* 1: an array could not be allocated */
     int64_t most_entries;    /* the longest array that a file may ask for, without reservations */
     int64_t n_reserved;      /* blocks that reservations may need, at most */
@@ -46097,6 +46146,13 @@ static void tkvi_visit_same(tkvi_numbers *io, int64_t x) {
     if (tkvi_visit_number(io, x, -TKVI_MOST_COUNT, TKVI_MOST_COUNT) != x) io->is_other = 1;
 }
 
+/* The same, with a sentence for what no field of the config says alone. */
+static void tkvi_visit_same_or(tkvi_numbers *io, int64_t x, const char *sentence) {
+    const int was_other = io->is_other;
+    tkvi_visit_same(io, x);
+    if (io->is_other && !was_other) io->other = sentence;
+}
+
 static void tkvi_provide_saved(tkvi_numbers *io, int is_provided) {
     if (!is_provided) io->lacks_memory = 1;
 }
@@ -46113,7 +46169,9 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, t->cfg.limits.max_tokens);
     tkvi_visit_same(io, t->cfg.limits.max_append);
     tkvi_visit_same(io, t->cfg.limits.max_states);
-    tkvi_visit_same(io, kv->pool.keep_all);
+    tkvi_visit_same_or(io, kv->pool.keep_all,
+                       kv->pool.keep_all ? "this cache is in place, and the saved one was not"
+                                         : "the saved cache was in place, and this one is not");
     tkvi_visit_same(io, t->recode_pages);
     tkvi_visit_same(io, t->n_levels);
     tkvi_visit_same(io, t->n_keys);
@@ -46152,7 +46210,9 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, t->cfg.host.precise);
     tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes / 2));
     tkvi_visit_same(io, pressure->jump);
-    tkvi_visit_same(io, kv->meter ? kv->meter->n : 0);
+    tkvi_visit_same_or(io, kv->meter ? kv->meter->n : 0,
+                       "the saved config has another meter.heads; a build without atomics or with "
+                       "TKV_NO_METER has no meter");
     tkvi_visit_same(io, kv->meter ? kv->meter->slots : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->every : 0);
     tkvi_visit_same(io, kv->meter && kv->meter->feedback);
@@ -46522,10 +46582,8 @@ static void tkvi_visit_meter(tkvi_numbers *io) {
 }
 
 /* >>all of it */
-static void tkvi_visit_cache(tkvi_numbers *io) {
+static void tkvi_visit_behind_config(tkvi_numbers *io) {
     int seq;
-    tkvi_visit_config(io);
-    if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
     if (io->is_other) return;
     tkvi_visit_counts(io);
@@ -46535,6 +46593,11 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
     if (!io->is_wrong) tkvi_visit_rest_of_config(io);
+}
+
+static void tkvi_visit_cache(tkvi_numbers *io) {
+    tkvi_visit_config(io);
+    if (!io->is_other && !io->is_wrong) tkvi_visit_behind_config(io); /* else the arrays have other sizes */
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */
@@ -48137,17 +48200,14 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 
 /* >>numbers of a whole cache */
 /* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
-static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
+static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
-    const tkvi_pool *pool = &l->kv->pool;
     tkvi_numbers io;
     memset(&io, 0, sizeof io);
     io.kv = l->kv;
     io.mode = TKVI_CHECKS_NUMBERS;
     io.at = s.at;
     io.end = s.at ? s.at + s.n : NULL;
-    io.most_entries =
-        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
     if (!s.at) io.is_wrong = 1;
     return io;
 }
@@ -48166,24 +48226,30 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     return n;
 }
 
-static tkv_status tkvi_refuse_numbers(tkvi_loader *l, const tkvi_numbers *io) {
-    return !io->is_wrong && io->is_other
-               ? tkvi_refuse_saved_model(
-                     l, "the cache was saved with another config; create this one with the same", -1)
-               : tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+static tkv_status tkvi_refuse_numbers(tkvi_loader *l) {
+    const tkvi_numbers *io = &l->numbers;
+    if (io->is_wrong || !io->is_other)
+        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+    return tkvi_refuse_saved_model(
+        l, io->other ? io->other : "the cache was saved with another config; create this one with the same",
+        -1);
 }
 
-/* Compares the config before the lists, which may not fit another one. */
+/* Compares the config before the lists, which may not fit another one. The other numbers follow it. */
 static tkv_status tkvi_check_saved_config(tkvi_loader *l) {
-    tkvi_numbers io = tkvi_saved_numbers(l, 0);
-    if (!io.is_wrong) tkvi_visit_config(&io);
-    return io.is_wrong || io.is_other ? tkvi_refuse_numbers(l, &io) : TKV_OK;
+    tkvi_numbers *io = &l->numbers;
+    *io = tkvi_saved_numbers(l);
+    if (!io->is_wrong) tkvi_visit_config(io);
+    return io->is_wrong || io->is_other ? tkvi_refuse_numbers(l) : TKV_OK;
 }
 
-static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
-    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
-    if (!io->is_wrong) tkvi_visit_cache(io);
-    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l, io) : TKV_OK;
+static tkv_status tkvi_check_saved_cache(tkvi_loader *l) {
+    const tkvi_pool *pool = &l->kv->pool;
+    tkvi_numbers *io = &l->numbers;
+    io->most_entries = 16 * tkvi_n_saved_entries(l) + 4096 + (int64_t)pool->block_cap + pool->page_cap +
+                       l->kv->work.choice_cap;
+    tkvi_visit_behind_config(io);
+    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l) : TKV_OK;
 }
 
 /* >>the whole */
@@ -48202,7 +48268,7 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
     }
     for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
         st = tkvi_check_saved_states(l);
-    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
+    if (!st && l->is_cache) st = tkvi_check_saved_cache(l);
     l->seq = tkvi_first_loaded_seq(l);
     return st;
 }

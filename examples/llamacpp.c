@@ -255,7 +255,7 @@ static struct llama_context *create_context(run *r) { /* NULL: llama.cpp has no 
 static void create_cache(const run *r) {
     tkv_config cfg = r->cfg;
     tkv_layer_config *layers = (tkv_layer_config *)allocate((size_t)all.n_layers, sizeof *layers);
-    char reason[200];
+    char reason[400];
     cfg.model.n_layers = all.n_layers;
     cfg.model.n_heads = all.layers[0].n_heads;
     cfg.model.n_kv_heads = all.layers[0].n_kv_heads;

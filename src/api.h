@@ -537,9 +537,10 @@ typedef struct tkv_format_options { /* how formats code; a format ignores the op
 typedef struct tkv_budget_config { /* see tkv_get_budget */
     /* limit of all memory that the cache holds, at any moment; 0: no budget. Creation refuses less than an empty cache
      * takes. The sentence also has the bytes that are enough for the first 128 tokens of one sequence, appended one at
-     * a time and recoded as tightly as pressure.max_level allows; with evict.policy they are enough for the first 256,
-     * and then for any number (limits.max_tokens, if less). Other sequences, longer appends, and longer texts without a
-     * policy take more. A refused call says what it needs at least */
+     * a time and recoded as tightly as pressure.max_level allows. With evict.policy they are enough for 256 or more,
+     * the number that the sentence has, and then for any number (limits.max_tokens, if less), except with KVQUANT
+     * formats, whose tokens keep their slots. Other sequences, longer appends, and longer texts without a policy take
+     * more. A refused call says what it needs at least */
     size_t bytes;
     const tkv_level *ladder; /* n_levels levels; read during creation, not kept; NULL: see tkv_get_budget */
     int n_levels;            /* 1 to TKV_MAX_LEVELS with a ladder, else 0 */
@@ -1182,6 +1183,9 @@ TKV_API tkv_status tkv_seq_save_to(tkv_cache *kv, const tkv_save_params *p, tkv_
  *   offload, recompute, evict.scorer, evict.user     are this cache's
  *   budget.bytes, and the hot tokens of tiers, layers and levels     are those of the saved cache, since calls change
  *                               them. Both need a budget or none, and TKV_UNLIMITED hot tokens in the same places
+ *   meter.tokens, meter.every   may differ if meter.heads is 0
+ * Both caches are in place (tkv_create_in_place), or neither is. One with a meter needs a build that has it, so atomics
+ * (gcc, clang).
  * Files of e1db1b6 and before do not tell budget.discard, budget.adapt, meter.target, n_heads and some others.
  * Errors:
  *   TKV_ERR_DATA       the bytes are damaged, cut, or not a saved sequence

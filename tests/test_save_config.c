@@ -253,6 +253,8 @@ static const row rows[] = {
     DOUBLE_ROW(recompute.cost.quantize_price, FREE, RECOMPUTES, 9),
     DOUBLE_ROW(recompute.cost.step_flops, FREE, RECOMPUTES, 1e9),
     INT_ROW(meter.heads, SAME, METER, 3),
+    INT_ROW(meter.tokens, FREE, PLAIN, 256), /* without meter.heads they count for nothing */
+    INT_ROW(meter.every, FREE, PLAIN, 8),
     INT_ROW(meter.tokens, SAME, METER, 256),
     INT_ROW(meter.every, SAME, METER, 8),
     FLOAT_ROW(meter.target, SAME, METER, .95),
@@ -395,6 +397,42 @@ TEST(each_field_says_whether_it_must_be_the_same) {
     }
 }
 
+/* What no field tells alone is named. A build without atomics has no meter, as if meter.heads were 0. */
+TEST(other_caches_are_named) {
+    static unsigned char memory[4 * MOST], scratch_bytes[MOST];
+    static const char *const names[] = {"the saved cache was in place, and this one is not",
+                                        "this cache is in place, and the saved one was not", "meter.heads"};
+    tkv_save_params save;
+    tkv_load_params load;
+    setup s, other;
+    int i;
+    memset(&save, 0, sizeof save);
+    memset(&load, 0, sizeof load);
+    save.seq = load.seq = TKV_ALL_SEQS;
+    save.scratch = load.scratch = scratch_bytes;
+    save.scratch_bytes = load.scratch_bytes = sizeof scratch_bytes;
+    for (i = 0; i < 2 + HAS_ATOMICS; i++) {
+        tkv_cache *from = NULL, *kv = NULL;
+        size_t n = 0;
+        make_base(i < 2 ? PLAIN : METER, &s);
+        s.cfg.limits.state_bytes = 0;
+        s.cfg.budget.adapt = 0; /* not in place */
+        s.cfg.meter.target = 0;
+        other = s;
+        other.cfg.meter.heads = 0;
+        if (i == 0) CHECK_EQ(tkv_create_in_place(&s.cfg, memory, sizeof memory, &from, NULL, 0), TKV_OK);
+        else from = create_cache(&s.cfg);
+        if (i == 1) CHECK_EQ(tkv_create_in_place(&other.cfg, memory, sizeof memory, &kv, NULL, 0), TKV_OK);
+        else kv = create_cache(&other.cfg);
+        CHECK_MSG(tkv_seq_save(from, &save, file, MOST, &n) == TKV_OK, "%s", tkv_get_last_error(from));
+        CHECK_EQ(tkv_seq_load(kv, &load, file, n, NULL), TKV_ERR_CONFIG);
+        CHECK_MSG(strstr(tkv_get_last_error(kv), names[i]), "%s", tkv_get_last_error(kv));
+        check_cache(kv);
+        tkv_destroy(kv);
+        tkv_destroy(from);
+    }
+}
+
 /* A new field makes this fail: give it a row, and compare it in persist/whole.h if it must be the same. */
 TEST(all_fields_have_a_row) {
     CHECK_EQ(count_uncovered(level_rows, COUNT(level_rows), sizeof(tkv_level)), 0);
@@ -406,6 +444,7 @@ TEST(all_fields_have_a_row) {
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(each_field_says_whether_it_must_be_the_same);
+    RUN(other_caches_are_named);
     RUN(all_fields_have_a_row);
     return tkv_test_end();
 }

@@ -498,6 +498,17 @@ static void check_formats_listed(const char *list, tkv_side side) {
     }
 }
 
+/* A config as text with a format that does not store the side: the sentence has all that do. */
+static void check_list_of_text(const tkv_config *cfg, const char *text, const char *begin, tkv_side side) {
+    char reason[600];
+    const char *list;
+    tkv_cache *kv = NULL;
+    CHECK_EQ(tkv_create_ex(cfg, text, strlen(text), &kv, reason, sizeof reason), TKV_ERR_CONFIG);
+    list = strstr(reason, "; it must be one of:");
+    CHECK_MSG(strstr(reason, begin) == reason && list, "%s", reason);
+    if (list) check_formats_listed(list + strlen("; it must be one of:"), side);
+}
+
 TEST(wrong_names_list_the_right_ones) {
     tkv_config cfg = tkv_default_config();
     char reason[600], *k, *v;
@@ -522,6 +533,11 @@ TEST(wrong_names_list_the_right_ones) {
     CHECK_EQ(atoi(reason + strlen("tiers.warm.v is ")), TKV_FORMAT_COUNT);
     CHECK(strstr(reason, "; it must be one of: f32 f16 ") && strstr(reason, " r20 "));
     cfg = make_sized_config(1, 1, 1, 64, 1, 64);
+    check_list_of_text(&cfg, "tiers.archive = r30", "line 1: tiers.archive.k is ", TKV_K);
+    check_list_of_text(&cfg, "layers[0].archive = subspace4/squat4", "line 1: layers[0].archive.v is ",
+                       TKV_V);
+    check_list_of_text(&cfg, "\nbudget.ladder[1].warm = q8/squat2\nbudget.n_levels = 2",
+                       "line 2: budget.ladder[1].warm.v is ", TKV_V);
     cfg.tiers.hot.k = TKV_KIVI4;
     CHECK_EQ(tkv_validate_config(&cfg, reason, sizeof reason), TKV_ERR_CONFIG);
     CHECK(strcmp(reason, "tiers.hot.k is 5, which is kivi4; the hot tier takes f32, f16 and bf16") == 0);

@@ -834,23 +834,58 @@ static size_t tkvi_least_budget(const tkvi_derived_config *derived, const tkvi_s
                           tkvi_multiply_sizes(pages, derived->page_bytes + sizeof(tkvi_page)));
 }
 
+/* Most blocks behind the front ones that the first tokens of a sequence take if they come one at a time. With a policy
+ * any number takes no more, because evictions make room: these leave the blocks of protected tokens, the last block,
+ * and the one that comes. */
+static int tkvi_n_first_blocks(const tkvi_derived_config *derived) {
+    const tkv_config *cfg = &derived->cfg;
+    int64_t n_staying;
+    if (!TKVI_HAS_EVICT || !cfg->evict.policy) return 2;
+    if (derived->any_fixed) return 4; /* evictions merge no blocks, and need not free any */
+    n_staying = tkvi_n_protected(&cfg->evict) + cfg->tiers.n_anchors;
+    if (cfg->tiers.n_anchors) n_staying *= 2; /* their slots stay reserved */
+    return tkvi_max(4, (int)((n_staying + TKVI_BLOCK - 1) / TKVI_BLOCK) + 2);
+}
+
 /* The first tokens of a sequence that a sentence speaks of. */
-static int tkvi_first_tokens(const tkv_config *cfg) {
-    return tkvi_min(TKVI_HAS_EVICT && cfg->evict.policy ? 256 : 128, cfg->limits.max_tokens);
+static int tkvi_first_tokens(const tkvi_derived_config *derived) {
+    const int64_t n = (int64_t)tkvi_n_first_blocks(derived) * TKVI_BLOCK;
+    return n < derived->cfg.limits.max_tokens ? (int)n : derived->cfg.limits.max_tokens;
+}
+
+/* The key of the tier in which the last level leaves a block that is not exact any more. A level codes nothing that
+ * would take more bytes. */
+static int tkvi_last_key(const tkvi_derived_config *derived, const tkvi_tier_spec *last) {
+    const int key = last->key[tkvi_tier_of_level(last, TKV_TIER_ARCHIVE)], hot = last->key[TKV_TIER_HOT];
+    return derived->bytes[key].total < derived->bytes[hot].total ? key : hot;
+}
+
+/* Marks the other classes in which levels of a layer can leave blocks that the last level then codes no more, because
+ * they take fewer bytes. */
+static void tkvi_mark_tight_classes(const tkvi_derived_config *derived, const tkvi_tier_spec *specs,
+                                    uint8_t *is_tight) {
+    const int n = derived->cfg.budget.pressure.max_level, last = tkvi_last_key(derived, &specs[n]);
+    int level, tier;
+    for (level = 0; level < n; level++)
+        for (tier = TKV_TIER_WARM; tier < TKV_TIER_COUNT && specs[level].hot != TKVI_FOREVER; tier++) {
+            const int key = specs[level].key[tier];
+            if (derived->bytes[key].total < derived->bytes[last].total) is_tight[derived->class_of[key]] = 1;
+        }
 }
 
 /* A budget that is enough for them if they come one at a time: in each layer, a block of exact tokens, and blocks of
- * the tightest level. With a policy, evictions then make room for any number. */
+ * the tightest level. */
 static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const tkvi_sizes *s) {
-    const int n_tokens = tkvi_first_tokens(&derived->cfg);
-    const int n_blocks = (n_tokens + TKVI_BLOCK - 1) / TKVI_BLOCK;
-    const int n_list = n_blocks + 1 + tkvi_n_anchor_blocks(&derived->cfg);
+    const int n_blocks = (tkvi_first_tokens(derived) + TKVI_BLOCK - 1) / TKVI_BLOCK;
+    const int64_t n_list = (int64_t)n_blocks + 2 + tkvi_n_anchor_blocks(&derived->cfg);
     const size_t layers = (size_t)derived->cfg.model.n_layers,
                  stats = derived->any_shared ? tkvi_stats_bytes(&derived->end) : 0,
+                 version = tkvi_version_bytes(derived),
                  list_entry_bytes = layers * sizeof(uint32_t) + tkvi_choice_entry_bytes(&derived->cfg);
     tkvi_tier_spec specs[TKV_MAX_LEVELS];
     const tkvi_tier_spec *tightest = &specs[derived->cfg.budget.pressure.max_level];
     int64_t slots[TKVI_MAX_LAYOUTS] = {0}, pages = derived->recode_pages;
+    uint8_t is_tight[TKVI_MAX_LAYOUTS] = {0};
     size_t arrays, total;
     int i, c;
     for (i = 0; i < derived->cfg.model.n_layers; i++) {
@@ -859,19 +894,23 @@ static size_t tkvi_budget_for_first_tokens(tkvi_derived_config *derived, const t
         if (p.stored_layer != i) continue;
         tkvi_add_front_blocks(derived, &p, 1, slots);
         slots[derived->class_of[tightest->key[TKV_TIER_HOT]]]++;
-        slots[derived->class_of[tightest->key[tightest->hot == TKVI_FOREVER ? TKV_TIER_HOT
-                                                                            : TKV_TIER_ARCHIVE]]] +=
-            n_blocks - 1;
+        slots[derived->class_of[tkvi_last_key(derived, tightest)]] += n_blocks - 1;
+        tkvi_mark_tight_classes(derived, specs, is_tight);
     }
     for (c = 0; c < derived->n_classes; c++)
-        if (slots[c]) pages += tkvi_pages_for(&derived->size_class[c], slots[c]);
-    arrays = tkvi_multiply_sizes(tkvi_cap_for((int64_t)n_list * derived->n_stored + derived->n_classes),
+        pages += tkvi_pages_for(&derived->size_class[c], slots[c]) + is_tight[c];
+    arrays = tkvi_multiply_sizes(tkvi_cap_for(n_list * derived->n_stored + derived->n_classes),
                                  tkvi_block_entry_bytes(&derived->cfg));
     arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(n_list), list_entry_bytes));
     arrays = tkvi_add_sizes(arrays, tkvi_multiply_sizes(tkvi_cap_for(pages), sizeof(tkvi_page)));
-    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), tkvi_version_bytes(derived));
-    total = tkvi_add_sizes(total, tkvi_multiply_sizes(arrays, 2)); /* one that grows is there twice */
-    return tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
+    total = tkvi_multiply_sizes(arrays, 2); /* one that grows is there twice */
+    total = tkvi_add_sizes(tkvi_add_sizes(s->total, stats), total);
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes((size_t)pages, derived->page_bytes));
+    if (!TKVI_HAS_EVICT || !derived->cfg.evict.policy) return tkvi_add_sizes(total, version);
+    /* later tables take versions of their own: two, or all if that is little (tkvi_keeps_two_tables) */
+    total = tkvi_add_sizes(total, tkvi_multiply_sizes(version, TKVI_IN_PLACE_VERSIONS));
+    if (version > total / TKVI_LEAST_BUDGET_SHARE) return total;
+    return tkvi_add_sizes(total, tkvi_multiply_sizes(version, TKVI_VERSIONS - TKVI_IN_PLACE_VERSIONS));
 }
 
 /* Number of free pages that a cache with a budget keeps, because the next block of every layer needs them. */
@@ -1027,7 +1066,7 @@ static tkv_status tkvi_write_reason(tkv_status st, tkvi_derived_config *derived,
         tkvi_append_text(&t, "; ");
         tkvi_append_digits(&t, (uint64_t)tkvi_budget_for_first_tokens(derived, &s));
         tkvi_append_text(&t, " is enough for the first ");
-        tkvi_append_int(&t, tkvi_first_tokens(&derived->cfg));
+        tkvi_append_int(&t, tkvi_first_tokens(derived));
         tkvi_append_text(&t, " tokens of one sequence");
     } else {
         TKVI_ASSERT(st == TKV_ERR_NOMEM);

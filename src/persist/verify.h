@@ -502,17 +502,14 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 
 /* >>numbers of a whole cache */
 /* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
-static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l, int64_t n_entries) {
+static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
-    const tkvi_pool *pool = &l->kv->pool;
     tkvi_numbers io;
     memset(&io, 0, sizeof io);
     io.kv = l->kv;
     io.mode = TKVI_CHECKS_NUMBERS;
     io.at = s.at;
     io.end = s.at ? s.at + s.n : NULL;
-    io.most_entries =
-        16 * n_entries + 4096 + (int64_t)pool->block_cap + pool->page_cap + l->kv->work.choice_cap;
     if (!s.at) io.is_wrong = 1;
     return io;
 }
@@ -531,24 +528,30 @@ static int64_t tkvi_n_saved_entries(tkvi_loader *l) {
     return n;
 }
 
-static tkv_status tkvi_refuse_numbers(tkvi_loader *l, const tkvi_numbers *io) {
-    return !io->is_wrong && io->is_other
-               ? tkvi_refuse_saved_model(
-                     l, "the cache was saved with another config; create this one with the same", -1)
-               : tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+static tkv_status tkvi_refuse_numbers(tkvi_loader *l) {
+    const tkvi_numbers *io = &l->numbers;
+    if (io->is_wrong || !io->is_other)
+        return tkvi_refuse_file(l, "the numbers of the saved cache are not valid");
+    return tkvi_refuse_saved_model(
+        l, io->other ? io->other : "the cache was saved with another config; create this one with the same",
+        -1);
 }
 
-/* Compares the config before the lists, which may not fit another one. */
+/* Compares the config before the lists, which may not fit another one. The other numbers follow it. */
 static tkv_status tkvi_check_saved_config(tkvi_loader *l) {
-    tkvi_numbers io = tkvi_saved_numbers(l, 0);
-    if (!io.is_wrong) tkvi_visit_config(&io);
-    return io.is_wrong || io.is_other ? tkvi_refuse_numbers(l, &io) : TKV_OK;
+    tkvi_numbers *io = &l->numbers;
+    *io = tkvi_saved_numbers(l);
+    if (!io->is_wrong) tkvi_visit_config(io);
+    return io->is_wrong || io->is_other ? tkvi_refuse_numbers(l) : TKV_OK;
 }
 
-static tkv_status tkvi_check_saved_cache(tkvi_loader *l, tkvi_numbers *io) {
-    *io = tkvi_saved_numbers(l, tkvi_n_saved_entries(l));
-    if (!io->is_wrong) tkvi_visit_cache(io);
-    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l, io) : TKV_OK;
+static tkv_status tkvi_check_saved_cache(tkvi_loader *l) {
+    const tkvi_pool *pool = &l->kv->pool;
+    tkvi_numbers *io = &l->numbers;
+    io->most_entries = 16 * tkvi_n_saved_entries(l) + 4096 + (int64_t)pool->block_cap + pool->page_cap +
+                       l->kv->work.choice_cap;
+    tkvi_visit_behind_config(io);
+    return io->is_wrong || io->is_other || io->at != io->end ? tkvi_refuse_numbers(l) : TKV_OK;
 }
 
 /* >>the whole */
@@ -567,7 +570,7 @@ static tkv_status tkvi_verify_save(tkvi_loader *l, size_t size) {
     }
     for (l->seq = tkvi_first_loaded_seq(l); !st && l->seq < tkvi_loaded_seqs_end(l); l->seq++)
         st = tkvi_check_saved_states(l);
-    if (!st && l->is_cache) st = tkvi_check_saved_cache(l, &l->numbers);
+    if (!st && l->is_cache) st = tkvi_check_saved_cache(l);
     l->seq = tkvi_first_loaded_seq(l);
     return st;
 }

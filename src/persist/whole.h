@@ -34,6 +34,7 @@ typedef struct tkvi_numbers {
     const uint8_t *at, *end; /* bytes to read */
     int is_wrong;            /* 1: a number is out of its range, or missing */
     int is_other;            /* 1: a number that follows from the config differs here */
+    const char *other;       /* NULL, or the sentence on it */
     int lacks_memory;        /* 1: an array could not be allocated */
     int64_t most_entries;    /* the longest array that a file may ask for, without reservations */
     int64_t n_reserved;      /* blocks that reservations may need, at most */
@@ -132,6 +133,13 @@ static void tkvi_visit_same(tkvi_numbers *io, int64_t x) {
     if (tkvi_visit_number(io, x, -TKVI_MOST_COUNT, TKVI_MOST_COUNT) != x) io->is_other = 1;
 }
 
+/* The same, with a sentence for what no field of the config says alone. */
+static void tkvi_visit_same_or(tkvi_numbers *io, int64_t x, const char *sentence) {
+    const int was_other = io->is_other;
+    tkvi_visit_same(io, x);
+    if (io->is_other && !was_other) io->other = sentence;
+}
+
 static void tkvi_provide_saved(tkvi_numbers *io, int is_provided) {
     if (!is_provided) io->lacks_memory = 1;
 }
@@ -148,7 +156,9 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, t->cfg.limits.max_tokens);
     tkvi_visit_same(io, t->cfg.limits.max_append);
     tkvi_visit_same(io, t->cfg.limits.max_states);
-    tkvi_visit_same(io, kv->pool.keep_all);
+    tkvi_visit_same_or(io, kv->pool.keep_all,
+                       kv->pool.keep_all ? "this cache is in place, and the saved one was not"
+                                         : "the saved cache was in place, and this one is not");
     tkvi_visit_same(io, t->recode_pages);
     tkvi_visit_same(io, t->n_levels);
     tkvi_visit_same(io, t->n_keys);
@@ -187,7 +197,9 @@ static void tkvi_visit_config(tkvi_numbers *io) {
     tkvi_visit_same(io, t->cfg.host.precise);
     tkvi_visit_same(io, (int64_t)(t->cfg.limits.state_bytes / 2));
     tkvi_visit_same(io, pressure->jump);
-    tkvi_visit_same(io, kv->meter ? kv->meter->n : 0);
+    tkvi_visit_same_or(io, kv->meter ? kv->meter->n : 0,
+                       "the saved config has another meter.heads; a build without atomics or with "
+                       "TKV_NO_METER has no meter");
     tkvi_visit_same(io, kv->meter ? kv->meter->slots : 0);
     tkvi_visit_same(io, kv->meter ? kv->meter->every : 0);
     tkvi_visit_same(io, kv->meter && kv->meter->feedback);
@@ -557,10 +569,8 @@ static void tkvi_visit_meter(tkvi_numbers *io) {
 }
 
 /* >>all of it */
-static void tkvi_visit_cache(tkvi_numbers *io) {
+static void tkvi_visit_behind_config(tkvi_numbers *io) {
     int seq;
-    tkvi_visit_config(io);
-    if (io->is_other || io->is_wrong) return; /* the arrays have other sizes */
     tkvi_visit_budget(io);
     if (io->is_other) return;
     tkvi_visit_counts(io);
@@ -570,6 +580,11 @@ static void tkvi_visit_cache(tkvi_numbers *io) {
     if (!io->is_wrong) tkvi_visit_learning(io);
     if (!io->is_wrong) tkvi_visit_meter(io);
     if (!io->is_wrong) tkvi_visit_rest_of_config(io);
+}
+
+static void tkvi_visit_cache(tkvi_numbers *io) {
+    tkvi_visit_config(io);
+    if (!io->is_other && !io->is_wrong) tkvi_visit_behind_config(io); /* else the arrays have other sizes */
 }
 
 #endif /* TKVI_PERSIST_WHOLE_H */

@@ -237,7 +237,8 @@ static int tkvi_has_known_victims(const tkv_cache *kv) {
            (!(needs & TKVI_NEEDS_NORMS) || tkvi_keeps_norms(kv));
 }
 
-/* A stretch: neighbours in RAM with one tier, one format and one shift. Only within a stretch blocks are merged. */
+/* A stretch: neighbours in RAM with one tier, one format and one shift. Only within a stretch blocks are merged, also
+ * those that were coded with other versions of a table. */
 typedef struct tkvi_stretch {
     int n_blocks, n_used; /* blocks; used slots after eviction */
     int first, layout;    /* first position */
@@ -304,7 +305,8 @@ static void tkvi_subtract_evicted(tkv_cache *kv, int seq, int layer, int n_expir
                 tkvi_demand_again(kv, b, demand);
             continue;
         }
-        if (stretch.n_blocks && (!is_own || i == end_expired || b->layout != stretch.layout ||
+        if (stretch.n_blocks && (!is_own || i == end_expired ||
+                                 kv->tables.layout[b->layout].key != kv->tables.layout[stretch.layout].key ||
                                  tkvi_tier_at(list, i) != stretch.tier ||
                                  !tkvi_moved_alike(stretch.entry, &kv->pool.entry[ids[i]])))
             tkvi_end_stretch(kv, &stretch, tkvi_block_start(kv, ids, i), victims ? -1 : n_staying, demand);

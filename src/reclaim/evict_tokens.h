@@ -528,13 +528,8 @@ static uint64_t tkvi_live_pinned_mask(const tkv_cache *kv, const tkvi_list *list
 static int tkvi_n_staying(const tkv_cache *kv, int seq, int layer, int spares_outside) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
-    tkv_evict_config cfg;
-    int64_t n;
+    int64_t n = tkvi_n_protected(&kv->tables.cfg.evict) + kv->tables.cfg.tiers.n_anchors;
     int i;
-    (void)tkvi_evict_fill(&kv->tables.cfg.evict, &cfg);
-    n = (int64_t)cfg.sink_tokens + 2 * (int64_t)cfg.recent_tokens +
-        TKVI_BLOCK; /* twice: rules/evict.h protects recent tokens in half of `keep` */
-    n += kv->tables.cfg.tiers.n_anchors;
     for (i = 0; i < list->n; i++)
         n += tkvi_n_bits(spares_outside && tkvi_frees_no_slot(tkvi_block_of(kv, ids[i]))
                              ? tkvi_live_mask_in(kv, list, ids, i)

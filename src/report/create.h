@@ -60,7 +60,7 @@ static tkv_status tkvi_append_line_of(tkv_status st, const char *text, size_t si
 /* Creates a cache from the config *host, changed by the keys of the text. */
 static tkv_status tkvi_create_from_text(const char *text, size_t size, const tkv_config *host,
                                         tkv_cache **out, char *reason, size_t reason_size) {
-    char sentence[200];
+    char sentence[400]; /* the names of all formats fit */
     tkv_level ladder[TKV_MAX_LEVELS];
     float frequencies[TKV_MAX_HEAD_DIM / 2];
     tkv_config_arrays room;

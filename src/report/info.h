@@ -712,13 +712,13 @@ static tkv_status tkvi_check_ids(const tkvi_checker *k, int seq, int layer) {
 }
 
 /* Can a block of this tier have this format? In the hot tier: only a hot format of some level. In the others: the
- * tier's own format, or, with several levels, a store, or for a discarded block, any format of the ladder. A loaded
- * block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
+ * tier's own format, or, with several levels, a budget, a store, or for a discarded block, any format of the ladder. A
+ * loaded block may be in a tier that the plan lacks, in the format of tkvi_tier_of_level. */
 static int tkvi_is_format_of_tier(const tkv_cache *kv, int layer, int is_discarded, tkv_tier tier, int key) {
     const tkvi_tier_spec *rule = tkvi_tier_specs_of(&kv->tables, layer);
     int i, t,
         one = kv->tables.n_levels == 1 && !is_discarded && !kv->tables.cfg.offload.write &&
-              !kv->tables.cfg.recompute.compute && !kv->budget.has_loaded;
+              !kv->tables.cfg.recompute.compute && !kv->budget.has_loaded && !kv->tables.recode_pages;
     for (i = 0; i < kv->tables.n_levels; i++)
         for (t = 0; t < TKV_TIER_COUNT; t++)
             if (rule[i].key[t] == key &&

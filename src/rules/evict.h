@@ -233,6 +233,14 @@ static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
     return (int64_t)((double)cfg->trigger * budget + .5);
 }
 
+/* Upper bound of the live tokens that no eviction for bytes takes from a list without pins: sinks and recent tokens of
+ * the policy, and a block. Twice the recent ones, as tkvi_evict_protect protects them in half of `keep`. */
+static int64_t tkvi_n_protected(const tkv_evict_config *cfg) {
+    tkv_evict_config full;
+    (void)tkvi_evict_fill(cfg, &full);
+    return (int64_t)full.sink_tokens + 2 * (int64_t)full.recent_tokens + TKVI_BLOCK;
+}
+
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
  * or more if the budget requires it; never more than n. cfg is valid, the numbers are not negative. */
 static int tkvi_evict_due(const tkv_evict_config *cfg, int n, int incoming, int budget) {

@@ -19,7 +19,7 @@ from .info import Attention, Budget, Layer, Loaded, Memory, Prefix, Quality, Seq
 Array = npt.NDArray[Any]
 Rows = Sequence[Tuple[int, int]]
 Indices = Union[Sequence[int], Array]
-_REASON = 400
+_REASON = 600
 _TYPES = {np.dtype(np.float32): lib.TKV_TYPE_F32, np.dtype(np.float16): lib.TKV_TYPE_F16}
 _FLUSH = {"due": lib.TKV_FLUSH_DUE, "full": lib.TKV_FLUSH_FULL, "all": lib.TKV_FLUSH_ALL}
 _REPORTS = {"json": lib.TKV_REPORT_JSON, "prometheus": lib.TKV_REPORT_PROMETHEUS}

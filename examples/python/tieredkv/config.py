@@ -17,7 +17,7 @@ _MODEL = ("n_layers", "n_heads", "n_kv_heads", "head_dim", "v_head_dim", "v_in_k
 _LIMITS = ("max_seqs", "max_tokens", "max_append")
 _TIERS = ("hot_tokens", "warm_tokens", "hot", "warm", "archive")
 _DIRECT = {name: group for group, names in (("model", _MODEL), ("limits", _LIMITS), ("tiers", _TIERS)) for name in names}
-_REASON = 400
+_REASON = 600
 _MAX_LAYERS, _MAX_FREQUENCIES = 4096, 1 << 18
 
 
