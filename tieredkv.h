@@ -1125,7 +1125,8 @@
  *     | first save | what the second one changed | ... | what the last one changed |
  *
  *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache, 8 shifts of lists | u32 tokens of the caller's
+ *            zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *            u64 RoPE
@@ -1136,6 +1137,7 @@
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
  *            runs of entries | runs of blocks | token_meta [n], if a flag says so
+ *            i32 position of the next token less the length, if a flag says so: where the last tokens are gone
  *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
  *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
  *            u64 evicted_mask | u64 sink_mask
@@ -2826,9 +2828,9 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
 /* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
- * one: its key has RoPE for that position. cfg.model.rope must be the model's (or layers[i].rope, where layers differ).
- * States stay, because a recurrence knows the order of tokens and not their positions; a state with rotated keys must
- * be put again. A reservation ends.
+ * one, also if that is gone: its key has RoPE for that position. cfg.model.rope must be the model's (or layers[i].rope,
+ * where layers differ). States stay, because a recurrence knows the order of tokens and not their positions; a state
+ * with rotated keys must be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a token would get a position that is negative or 2^30 or more; or the next token would see
@@ -27857,7 +27859,10 @@ typedef struct tkvi_list {
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     int step_len;             /* len when the open step began */
     int evict_len; /* forecast: len of the last attention before the next eviction; below len: unknown */
-    int is_moved;  /* 0: no entry has a shift */
+    int is_moved;  /* 0: no entry has a shift, nor has the list */
+    /* The position of the next token, less its index. The list has it for itself, as the entries of its last tokens may
+     * go, in one layer sooner than in another. step_shift: when the open step began */
+    int shift, step_shift;
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 
@@ -28155,13 +28160,6 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low > tkvi_anchors_of(list) ? low - 1 : -1;
 }
 
-/* Position of the token with an index, also if it is gone. It is in the list. */
-static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
-    return tkvi_has_moved(list) && list->n
-               ? index + kv->pool.entry[ids[tkvi_max(0, tkvi_block_at(kv, list, ids, index))]].shift
-               : index;
-}
-
 /* Token slots in use in block i, evicted tokens included, and slots before first_slot. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_entry *e = &kv->pool.entry[ids[i]];
@@ -28364,6 +28362,84 @@ static int tkvi_slots_in_use(const tkv_cache *kv, const tkvi_list *list, const u
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
+}
+
+/* Index of the last token that is there among the first n of a list; -1: there is none. *shift: of its entry. */
+static int tkvi_last_index(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int n,
+                           int *shift) {
+    int i, t;
+    for (i = tkvi_block_at(kv, list, ids, tkvi_min(n, list->len) - 1); i >= tkvi_anchors_of(list); i--) {
+        const uint64_t used = tkvi_used_mask(kv, list, ids, i);
+        for (t = TKVI_BLOCK; used && t-- > 0;) {
+            if (!(used >> t & 1) || tkvi_slot_index(kv, ids[i], t) >= n) continue;
+            *shift = kv->pool.entry[ids[i]].shift;
+            return tkvi_slot_index(kv, ids[i], t);
+        }
+    }
+    return -1;
+}
+
+/* Position of the token with an index, also if it is gone. It is in the list. The next token follows the last ones,
+ * also where these are gone. */
+static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
+    int i, unused;
+    if (!tkvi_has_moved(list)) return index;
+    i = tkvi_block_at(kv, list, ids, index);
+    if (i + 1 >= list->n && index > tkvi_last_index(kv, list, ids, list->len, &unused))
+        return index + list->shift;
+    return index + kv->pool.entry[ids[tkvi_max(0, i)]].shift;
+}
+
+/* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
+static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return tkvi_max(0, list->len + list->shift);
+}
+
+/* The shift of the last token that is there among the first n of a sequence, in any layer: of this one if it is there
+ * in several. Returns 0 if none is. */
+static int tkvi_shift_of_last(const tkv_cache *kv, int seq, int layer, int n, int *shift) {
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    int i, last = -1;
+    *shift = 0;
+    for (i = 0; i < n_layers && last < n - 1; i++) {
+        const int other = (layer + i) % n_layers;
+        int of_other = 0;
+        const int at =
+            tkvi_last_index(kv, tkvi_list_of(kv, seq, other), tkvi_ids(kv, seq, other), n, &of_other);
+        if (at > last) *shift = of_other;
+        last = tkvi_max(last, at);
+    }
+    return last >= 0;
+}
+
+/* The shift of the first token of a sequence that is there, in any layer. 0: none is. */
+static int tkvi_shift_of_first(const tkv_cache *kv, int seq) {
+    int layer, i, t, at, first = TKVI_FOREVER, shift = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        uint64_t used = 0;
+        for (i = tkvi_anchors_of(list); i < list->n && !used; i++) used = tkvi_used_mask(kv, list, ids, i);
+        if (!used) continue;
+        for (t = 0; !(used >> t & 1);) t++;
+        at = tkvi_slot_index(kv, ids[i - 1], t);
+        if (at < first) shift = kv->pool.entry[ids[i - 1]].shift;
+        first = tkvi_min(first, at);
+    }
+    return shift;
+}
+
+/* The shift that a layer has when it is cut to n tokens. Layers that have n tokens know it; else the last token of the
+ * n that is there in any layer does. So all layers get the same one, whatever has expired or was evicted in each. */
+static int tkvi_shift_after_cut(const tkv_cache *kv, int seq, int layer, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int shift = 0, other;
+    if (!TKVI_HAS_MOVES || n == 0) return 0;
+    if (tkvi_last_index(kv, list, tkvi_ids(kv, seq, layer), n, &shift) == n - 1) return shift;
+    for (other = 0; other < kv->tables.cfg.model.n_layers; other++)
+        if (tkvi_list_of(kv, seq, other)->len == n) return tkvi_list_of(kv, seq, other)->shift;
+    return tkvi_shift_of_last(kv, seq, layer, n, &shift) ? shift : tkvi_shift_of_first(kv, seq);
 }
 
 /* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
@@ -33631,10 +33707,10 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
 }
 
 /* 1 if a token that went into the last block would take a new entry: the tokens there have moved, and new ones have
- * not. Or they are gone, and the position that follows them is negative. */
+ * not. Or they are gone, and the next one does not follow them. */
 static int tkvi_has_tail_moved(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_entry *last = list->n ? &kv->pool.entry[ids[list->n - 1]] : NULL;
-    return TKVI_HAS_MOVES && last && (last->turned != 0 || list->len + last->shift < 0);
+    return TKVI_HAS_MOVES && last && (last->turned != 0 || last->shift != tkvi_max(list->shift, -list->len));
 }
 
 /* 1 if the next token takes a new entry in the last block. */
@@ -38542,13 +38618,6 @@ static void tkvi_copy_shared(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_wipe_unused(kv, layer, number, i);
 }
 
-/* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
-static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return tkvi_max(0,
-                    list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0));
-}
-
 /* Makes an entry for the free slots of the last block of a list: the next token does not follow the last one. */
 static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -38593,7 +38662,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    list->is_moved |= position != list->len;
+    list->shift = position - list->len;
+    list->is_moved |= list->shift != 0;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
@@ -39099,6 +39169,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
         if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
         if (list->n) tkvi_promote_by_itself(kv, seq, layer, list->chunk_start);
         list->step_len = list->chunk_start = list->len;
+        list->step_shift = list->shift;
     }
     kv->seq[seq].in_step = 1;
     return tkvi_ok(kv);
@@ -39162,8 +39233,8 @@ static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len
     return n > tkvi_anchors_of(list) ? n : 0;
 }
 
-/* Truncates a list to its first `len` tokens. */
-static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
+/* Truncates a list to its first `len` tokens. shift: of tkvi_shift_after_cut. */
+static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len, int shift) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int n_kept = tkvi_n_blocks_before(kv, seq, layer, len);
@@ -39173,6 +39244,8 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     list->len = len;
+    list->shift = shift;
+    list->is_moved |= shift != 0;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
@@ -39192,7 +39265,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         int n = list->len - list->step_len;
         if (n <= 0) continue;
         tkvi_count_seen_tokens(kv, layer, -n);
-        tkvi_truncate_list(kv, seq, layer, list->step_len);
+        tkvi_truncate_list(kv, seq, layer, list->step_len, list->step_shift);
     }
     tkvi_forget_tokens(kv, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     tkvi_release_unused(kv, seq);
@@ -39297,7 +39370,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_list_of(kv, seq, layer)->len <= n_tokens) continue;
         tkvi_drop_ended_pins_in(kv, seq, layer); /* an abort does not: its tokens were never appended */
-        tkvi_truncate_list(kv, seq, layer, n_tokens);
+        tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
@@ -40140,7 +40213,8 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     tkvi_uncount_blocks(to, n, from->n);
     for (i = 0; i < tkvi_anchors_of(to); i++)
         tkvi_copy_shared(kv, dst, layer, i); /* each sequence chooses its own */
-    if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
+    if (to->len > n_tokens)
+        tkvi_truncate_list(kv, dst, layer, n_tokens, tkvi_shift_after_cut(kv, src, layer, n_tokens));
 }
 
 /* Makes dst, which is empty, see the first n_tokens of src in all layers, with their states. Cannot fail. */
@@ -40514,14 +40588,19 @@ static int tkvi_narrow_to_tokens(const tkv_cache *kv, const tkvi_list *list, con
     return n_found > 0;
 }
 
+/* 1 if the last position of a list is in a range. The next one follows it, also if that token is gone. */
+static int tkvi_reaches_end(const tkvi_list *list, const tkvi_range *range) {
+    const int64_t next = (int64_t)list->len + list->shift;
+    return next > range->first && next <= range->end;
+}
+
 /* The number of tokens that stay in front of those that a removal takes from the end of a list. */
 static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, from, to;
     if (!list->n) return 0;
-    tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
-    if (from == to || to < list->len) return list->len; /* the range does not reach the end */
+    if (!tkvi_reaches_end(list, range)) return list->len;
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         if (i < list->anchors) used = 0; /* their own blocks have them too */
@@ -40737,6 +40816,9 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
     tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
     int i, from, to, slot;
+    if (tkvi_reaches_end(list, &move->range))
+        list->shift =
+            tkvi_clamp_index((int64_t)list->len + list->shift + move->delta, 0, TKVI_POSITIONS) - list->len;
     for (i = 0; i < list->n; i++) {
         tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
         if (from == to || !tkvi_slots_between(kv, list, ids, i, from, to)) continue;
@@ -40747,7 +40829,7 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
         kv->pool.entry[ids[i]].shift += move->delta;
         if (kv->tables.plan[layer].rope) kv->pool.entry[ids[i]].turned += move->delta;
     }
-    list->is_moved = 0;
+    list->is_moved = list->shift != 0;
     for (i = 0; i < list->n; i++) {
         while (i + 1 < list->n && tkvi_can_unite(kv, list, ids, i))
             tkvi_unite_entries(kv, move->seq, layer, i);
@@ -40785,9 +40867,9 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
     first = tkvi_expired_position(kv, layer, list, ids);
-    last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
+    last = (int64_t)list->len + list->shift;
     if (first >= move->range.first && first < move->range.end) first += move->delta;
-    if (last > move->range.first && last <= move->range.end) last += move->delta;
+    if (tkvi_reaches_end(list, &move->range)) last += move->delta;
     if (last - first < kv->tables.plan[layer].kept_window)
         return tkvi_fail(kv, TKV_ERR_RANGE,
                          "tokens of the window have expired; the next token would see them: layer", layer,
@@ -40841,22 +40923,43 @@ static void tkvi_indices_before(const tkv_cache *kv, const tkvi_copy *copy, int 
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
     const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
     const int shift = list->n ? kv->pool.entry[ids[0]].shift : 0;
-    const int end = list->n ? tkvi_block_start(kv, ids, 0) : list->len;
+    const int end = list->n ? tkvi_block_start(kv, ids, 0) : 0;
     *from = tkvi_clamp_index((int64_t)copy->range.first - shift, 0, end);
     *to = tkvi_clamp_index((int64_t)copy->range.end - shift, *from, end);
+}
+
+/* The index from which on the tokens at the end of a list are gone, in its last block. */
+static int tkvi_end_of_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    int unused;
+    return list->n ? tkvi_max(tkvi_last_index(kv, list, ids, list->len, &unused) + 1,
+                              tkvi_block_start(kv, ids, list->n - 1))
+                   : 0;
+}
+
+/* The indices of block i of a layer that a copy takes: *from .. *to - 1. */
+static void tkvi_copied_indices(const tkv_cache *kv, const tkvi_copy *copy, int layer, int i, int *from,
+                                int *to) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    tkvi_indices_in(kv, list, ids, i, &copy->range, from, to);
+    if (i + 1 < list->n) return;
+    *to = tkvi_min(*to, tkvi_end_of_tokens(kv, list, ids));
+    *from = tkvi_min(*from, *to);
 }
 
 /* Number of indices of a layer that a copy takes. */
 static int tkvi_n_copied(const tkv_cache *kv, int layer, const tkvi_copy *copy) {
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const int end = tkvi_end_of_tokens(kv, list, tkvi_ids(kv, copy->src, layer));
     int i, from, to, n;
     tkvi_indices_before(kv, copy, layer, &from, &to);
     n = to - from;
     for (i = 0; i < list->n; i++) {
-        tkvi_indices_in(kv, list, tkvi_ids(kv, copy->src, layer), i, &copy->range, &from, &to);
+        tkvi_copied_indices(kv, copy, layer, i, &from, &to);
         n += to - from;
     }
-    return n;
+    from = tkvi_clamp_index((int64_t)copy->range.first - list->shift, end, list->len);
+    return n + tkvi_clamp_index((int64_t)copy->range.end - list->shift, from, list->len) - from;
 }
 
 /* Entries that a copy takes, in all layers. Returns the length of the longest list of dst then. */
@@ -40927,7 +41030,7 @@ static void tkvi_copy_list(tkv_cache *kv, int layer, const tkvi_copy *copy, int 
     tkvi_indices_before(kv, copy, layer, &from, &to);
     at = len + to - from;
     for (i = 0; i < src->n; i++) {
-        tkvi_indices_in(kv, src, ids, i, &copy->range, &from, &to);
+        tkvi_copied_indices(kv, copy, layer, i, &from, &to);
         if (from < to && tkvi_slots_between(kv, src, ids, i, from, to)) {
             if (dst->n && at > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
             tkvi_copy_entry(kv, layer, copy, i, from, to, at);
@@ -40993,6 +41096,11 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_reserve_slots(kv, dst, 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, dst, layer);
+        (void)tkvi_shift_of_last(kv, dst, layer, list->len, &list->shift);
+        list->is_moved |= list->shift != 0;
+    }
     tkvi_remember_turns(kv, dst);
     return tkvi_ok(kv);
 }
@@ -41145,7 +41253,7 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     /* Where all tokens behind the sinks that expired are among those that go, later queries may come near them: what is
      * missing there is gone because the caller wished it. */
     list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
-    list->is_moved = list->n > 0;
+    list->is_moved = list->n > 0 || list->shift;
     for (i = 0; i < list->n; i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
 }
 
@@ -41437,6 +41545,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     memmove(ids + n_kept, ids + n_old, (size_t)to.n_new * sizeof *ids);
     list->n = n_kept + to.n_new;
     list->len = keep->first + keep->n;
+    list->shift = kv->pool.entry[ids[list->n - 1]].shift;
     for (t = list->sinks; t >= n_kept && t < list->n && tkvi_are_kept_sinks(kv, keep->seq, layer, t); t++)
         list->sinks++;
     list->chunk_start = tkvi_min(list->chunk_start, list->len);
@@ -42770,6 +42879,8 @@ static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
+    if (list->shift && !list->is_moved)
+        return tkvi_report_broken(k, "the next position is not the length of layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
     i = tkvi_first_to_expire(kv, layer, list, ids);
@@ -42781,8 +42892,12 @@ static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
 static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(k->kv, seq, layer);
     tkv_status st = tkvi_check_counts(k, seq, layer);
-    int i;
+    int i, shift;
     for (i = 0; i < list->n && !st; i++) st = tkvi_check_entry(k, seq, layer, i);
+    if (!st && list->n &&
+        tkvi_last_index(k->kv, list, tkvi_ids(k->kv, seq, layer), list->len, &shift) == list->len - 1 &&
+        list->shift != shift)
+        st = tkvi_report_broken(k, "the next position does not follow the last token of layer", layer);
     return st;
 }
 
@@ -45488,7 +45603,13 @@ TKV_API tkv_status tkv_print_report(const tkv_cache *kv, tkv_report_kind kind, c
 #define TKVI_NO_VERSION 255
 #define TKVI_SHARED_STATE ((uint64_t)1 << 63)
 
-enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2, TKVI_SAVED_IS_CACHE = 4 };
+enum {
+    TKVI_SAVED_HAS_META = 1,
+    TKVI_SAVED_HAS_SCORES = 2,
+    TKVI_SAVED_IS_CACHE = 4,
+    TKVI_SAVED_HAS_SHIFTS =
+        8 /* a list ends with its shift; else it has that of the last token that is there */
+};
 
 typedef enum tkvi_saved_kind {
     TKVI_SAVED_HEAD_KIND,
@@ -45707,6 +45828,7 @@ typedef struct tkvi_saved_list {
     size_t meta_bytes;                      /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
         n_block_runs;
+    int shift;    /* where a flag says so; else 0 */
     int run;      /* of the entry that was read last */
     int is_cache; /* 1: of a whole cache */
     int seq;      /* of a whole cache: its sequence; else 0 */
@@ -45732,6 +45854,10 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, int seq, tkvi
     memset(out, 0, sizeof *out);
     out->is_cache = is_cache;
     out->seq = is_cache ? seq : 0;
+    if (flags & TKVI_SAVED_HAS_SHIFTS && s.n >= TKVI_SAVED_LIST + 4) {
+        s.n -= 4;
+        out->shift = tkvi_saved_int(s.at + s.n);
+    }
     if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
     for (i = 0; i < 12; i++) {
         field[i] = tkvi_saved_int(s.at + 4 * i);
@@ -46637,6 +46763,7 @@ typedef struct tkvi_saver {
     tkv_save_info info;
     tkv_status st;
     int is_cache;           /* 1: all sequences are saved, and the state of the cache */
+    int has_shifts;         /* 1: lists tell the next position, as the tokens that are there do not */
     tkvi_save_place *place; /* [block_cap] of a whole cache: by entry */
     /* the list of the section */
     int seq, layer;
@@ -46721,9 +46848,24 @@ static void tkvi_view_layer(tkvi_saver *s, int seq, int layer) {
     s->ids = tkvi_ids(s->kv, seq, layer);
     if (!s->p->length || s->p->length >= list->len) return;
     tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, seq, layer, s->p->length), list->n);
+    s->list.shift = tkvi_shift_after_cut(s->kv, seq, layer, s->p->length);
     s->list.len = s->p->length;
     s->list.expired = tkvi_min(list->expired, s->p->length);
     s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
+}
+
+/* 1 if the tokens that are saved do not tell the next position of a layer: the last ones are gone in all layers. */
+static int tkvi_must_save_shifts(tkvi_saver *s) {
+    const tkv_cache *kv = s->kv;
+    int seq = s->is_cache ? 0 : s->p->seq, layer, told, must = 0;
+    const int end = s->is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
+    for (; TKVI_HAS_MOVES && seq < end; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !must; layer++) {
+            tkvi_view_layer(s, seq, layer);
+            (void)tkvi_shift_of_last(kv, seq, layer, s->list.len, &told);
+            must = s->list.shift != told;
+        }
+    return must;
 }
 
 /* Entry i as it is saved. *m: its token_meta, if the cache has any. */
@@ -46814,7 +46956,7 @@ static uint64_t tkvi_emit_record(tkvi_saver *s, const tkvi_layout *c, const uint
 
 /* >>sections */
 static int tkvi_saved_flags(const tkvi_saver *s) {
-    const int flags = s->is_cache ? TKVI_SAVED_IS_CACHE : 0;
+    const int flags = (s->is_cache ? TKVI_SAVED_IS_CACHE : 0) | (s->has_shifts ? TKVI_SAVED_HAS_SHIFTS : 0);
     if (!tkvi_keeps_token_meta(&s->kv->tables.cfg)) return flags;
     return flags | TKVI_SAVED_HAS_META | (s->p->with_scores || s->is_cache ? TKVI_SAVED_HAS_SCORES : 0);
 }
@@ -47168,6 +47310,8 @@ static void tkvi_emit_list(tkvi_saver *s, int layer) {
     (void)tkvi_emit_entry_runs(s, 0);
     (void)tkvi_emit_block_runs(s, 0, &n_blocks);
     for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
+    tkvi_store32(at, (uint32_t)list->shift);
+    if (s->has_shifts) tkvi_emit(s, at, 4);
 }
 
 /* The first sequence of a whole cache that holds a state: seq, or one before it. */
@@ -47479,6 +47623,7 @@ static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *neede
     if (s->p->former_bytes)
         fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
     if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
+    s->has_shifts = tkvi_must_save_shifts(s);
     if (buf || s->write || former.bytes || s->is_cache) {
         st = tkvi_take_scratch(&scratch, need.total, &s->room);
         if (st) return st;
@@ -47806,7 +47951,8 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
     }
     l->flags = (int)tkvi_load32(head.at + 32);
     l->n_tokens = tkvi_saved_int(head.at + 36);
-    if (l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES | TKVI_SAVED_IS_CACHE))
+    if (l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES | TKVI_SAVED_IS_CACHE |
+                     (TKVI_HAS_MOVES ? TKVI_SAVED_HAS_SHIFTS : 0)))
         return tkvi_refuse_file(l, "unknown flags");
     if (((l->flags & TKVI_SAVED_IS_CACHE) != 0) != l->is_cache)
         return tkvi_refuse_saved_model(l,
@@ -48013,7 +48159,8 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
                          "");
     if ((int64_t)list.sinks + list.archive + list.warm > list.n || list.anchors > list.sinks ||
         list.expired > list.len || list.chunk_start > list.len || list.is_moved > 1 ||
-        (list.n && list.expired == list.len))
+        (list.n && list.expired == list.len) || list.shift < -TKVI_POSITIONS || list.shift > TKVI_POSITIONS ||
+        (list.shift && !list.is_moved))
         return tkvi_refuse_saved_layer(l, "counts of the list do not fit in layer", layer);
     /* A list that lost all its tokens, but not its length, has lost its anchors too. */
     if (list.anchors != (list.n && TKVI_HAS_EVICT ? p->n_anchor_blocks : 0) &&
@@ -48199,7 +48346,7 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 }
 
 /* >>numbers of a whole cache */
-/* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
+/* The numbers of a whole cache, to be read. */
 static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
     tkvi_numbers io;
@@ -48613,6 +48760,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
     list->expired = from->expired;
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
+    list->shift = from->shift;
     return fits;
 }
 
@@ -48677,6 +48825,18 @@ static void tkvi_take_tokens(const tkvi_loader *l) {
         const int within = i % TKVI_SAVED_TOKENS_AT_ONCE;
         if (!within) s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
         l->p->tokens[i] = tkvi_saved_int(s.at + 4 * (size_t)within);
+    }
+}
+
+/* Gives the lists of the sequence their shifts where the file has none. In files of former versions lists without
+ * blocks had lost them. */
+static void tkvi_place_shifts(const tkvi_loader *l) {
+    int layer;
+    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !(l->flags & TKVI_SAVED_HAS_SHIFTS);
+         layer++) {
+        tkvi_list *list = tkvi_list_of(l->kv, l->seq, layer);
+        if (TKVI_HAS_MOVES) (void)tkvi_shift_of_last(l->kv, l->seq, layer, list->len, &list->shift);
+        list->is_moved |= list->shift != 0;
     }
 }
 
@@ -48965,6 +49125,7 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
                      : tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
     kv->budget.has_loaded = 1;
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
+        tkvi_place_shifts(l);
         tkvi_count_late_blocks(kv, l->seq);
         st = tkvi_check_placed(l);
     }
@@ -49093,6 +49254,7 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
             st = tkvi_refuse_damaged_block(l, layer);
+    tkvi_place_shifts(l);
     tkvi_count_late_blocks(kv, seq);
     kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);

@@ -965,9 +965,9 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end);
 /* Moves the tokens with positions first .. end - 1 by delta positions, in all layers; end TKV_UNLIMITED: all from
  * `first` on. No key is touched: attention turns the query instead (RoPE, arXiv 2104.09864, section 3.4.3), in any
  * format, so a thousand moves lose nothing. Indices stay. The next appended token follows the position of the last
- * one: its key has RoPE for that position. cfg.model.rope must be the model's (or layers[i].rope, where layers differ).
- * States stay, because a recurrence knows the order of tokens and not their positions; a state with rotated keys must
- * be put again. A reservation ends.
+ * one, also if that is gone: its key has RoPE for that position. cfg.model.rope must be the model's (or layers[i].rope,
+ * where layers differ). States stay, because a recurrence knows the order of tokens and not their positions; a state
+ * with rotated keys must be put again. A reservation ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   the RoPE of a layer is not set or not TKV_ROPE_FIXED, or there are anchors
  *   TKV_ERR_RANGE         a token would get a position that is negative or 2^30 or more; or the next token would see

@@ -1123,7 +1123,8 @@
  *     | first save | what the second one changed | ... | what the last one changed |
  *
  *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache | u32 tokens of the caller's | zeros to 64
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache, 8 shifts of lists | u32 tokens of the caller's
+ *            zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
  *            u64 RoPE
@@ -1134,6 +1135,7 @@
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
  *            runs of entries | runs of blocks | token_meta [n], if a flag says so
+ *            i32 position of the next token less the length, if a flag says so: where the last tokens are gone
  *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
  *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
  *            u64 evicted_mask | u64 sink_mask

@@ -23,7 +23,8 @@ enum {
     MAX_ID = 2048
 };
 
-typedef enum kind { PLAIN = 0, WINDOWED, STORED, ANCHORED_KIND, KINDS } kind;
+/* MIXED: layer 1 alone has a window, and no sinks beyond it, so it can be without any token. */
+typedef enum kind { PLAIN = 0, WINDOWED, MIXED, STORED, ANCHORED_KIND, KINDS } kind;
 typedef enum mark { GONE = 0, SINK, PINNED, PINNED_UNTIL, ANCHORED, LISTED, SCORED, MARKS } mark;
 typedef enum event {
     APPEND = 0,
@@ -73,6 +74,7 @@ typedef struct row {
 } row;
 
 static row model[SEQS][LAYERS];
+static int next_of[SEQS]; /* position of the next token, in every layer */
 static kind now;
 static tkv_cache *kv;
 static test_store store;
@@ -87,9 +89,25 @@ static const double decay = .98;
 static int rand_below(int n) { return n > 0 ? tkv_rng_below(&rng, n) : 0; }
 static int length_of(int seq) { return model[seq][0].n; }
 static float value_of(int id, int layer) { return (float)(id % MAX_ID) * (layer ? -1.0f : 1.0f); }
-static int next_position(int seq) {
-    const row *r = &model[seq][0];
-    return r->n ? r->t[r->n - 1].position + 1 : 0;
+static int has_window(int layer) { return now == WINDOWED || (now == MIXED && layer == 1); }
+
+/* The position that follows the first len tokens of a sequence: of the last one that is there, in any layer, and as
+ * many more as are gone behind it. If none is, the first one behind them tells it. */
+static int position_behind(int seq, int len) {
+    int layer, i, last = -1, position = 0;
+    for (layer = 0; layer < LAYERS; layer++)
+        for (i = len - 1; i > last; i--)
+            if (!model[seq][layer].t[i].gone) {
+                position = model[seq][layer].t[i].position - i;
+                last = i;
+            }
+    for (i = len; len > 0 && last < 0 && i < length_of(seq); i++) /* none is: then the first one behind */
+        for (layer = 0; layer < LAYERS; layer++)
+            if (!model[seq][layer].t[i].gone) {
+                position = model[seq][layer].t[i].position - i;
+                last = i;
+            }
+    return len + position > 0 ? len + position : 0;
 }
 
 static int may_stay(const token *t, int len) { return t->sink || t->pinned || t->until_most > len; }
@@ -184,7 +202,7 @@ static void check_value(int seq, int layer, int i) {
 
 /* Tokens behind the window may expire, sinks and named ones excepted. */
 static int may_expire(const row *r, int i, int last) {
-    return now == WINDOWED && (i >= SINKS || r->may_lack_sinks) && !r->t[i].sink &&
+    return (now == MIXED || ((i >= SINKS || r->may_lack_sinks) && !r->t[i].sink)) &&
            r->t[i].position <= last - WINDOW;
 }
 
@@ -192,7 +210,8 @@ static void take_expired(int seq, int layer, const uint8_t *tier) {
     row *r = &model[seq][layer];
     int i;
     for (i = 0; i < r->n; i++)
-        if (tier[i] == TKV_TOKEN_GONE && !r->t[i].gone && may_expire(r, i, r->t[r->n - 1].position))
+        if (tier[i] == TKV_TOKEN_GONE && !r->t[i].gone && has_window(layer) &&
+            may_expire(r, i, next_of[seq] - 1))
             lose(&r->t[i]);
 }
 
@@ -227,11 +246,24 @@ static void check_row(int seq, int layer) {
     CHECK_STEP(info.evicted + info.expired == r->n - live, seq, layer, live);
 }
 
+/* An append of no token is refused unless it is at the next position. */
+static void check_next_position(int seq, int layer) {
+    tkv_append_params p;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.layer = layer;
+    p.positions = &next_of[seq];
+    CHECK_STEP(tkv_append_ex(kv, &p) == TKV_OK, seq, layer, next_of[seq]);
+}
+
 static void check_all(void) {
     int seq, layer;
     check_cache(kv);
     for (seq = 0; seq < SEQS; seq++)
-        for (layer = 0; layer < LAYERS; layer++) check_row(seq, layer);
+        for (layer = 0; layer < LAYERS; layer++) {
+            check_row(seq, layer);
+            check_next_position(seq, layer);
+        }
 }
 
 /* >>a cache */
@@ -254,6 +286,11 @@ static tkv_config make_config(kind which) {
         cfg.model.window = WINDOW;
         cfg.model.window_sinks = 1;
     }
+    if (which == MIXED) {
+        static tkv_layer_config layers[LAYERS];
+        layers[1].window = WINDOW;
+        cfg.layers = layers;
+    }
     if (which == ANCHORED_KIND) {
         cfg.tiers.archive = cfg.tiers.warm = pair_of(TKV_KIVI2, TKV_KIVI2);
         cfg.tiers.n_anchors = ANCHORS;
@@ -267,6 +304,7 @@ static void begin(kind which) {
     if (which == STORED || which == ANCHORED_KIND) attach_test_store(&store, &cfg);
     kv = create_cache(&cfg);
     memset(model, 0, sizeof model);
+    memset(next_of, 0, sizeof next_of);
     next_id = 1;
     step_number = 0;
 }
@@ -287,19 +325,15 @@ static void fill_value_rows(const row *r, int layer, int first, int n, float *k,
         }
 }
 
-/* The last token of a layer can be gone, and then a move of the others leaves its position: so positions are given,
- * except where anchors refuse that. */
 static void append_to_cache(int seq, int first, int n) {
     static float k[512 * DIM], v[512 * DIM];
-    int layer, i, positions[512];
+    int layer;
     tkv_append_params p;
     memset(&p, 0, sizeof p);
     p.seq = seq;
     p.n = n;
     p.k = k;
     p.v = v;
-    for (i = 0; i < n; i++) positions[i] = model[seq][0].t[first + i].position;
-    p.token_positions = now == ANCHORED_KIND ? NULL : positions;
     for (layer = 0; layer < LAYERS; layer++) {
         p.layer = layer;
         fill_value_rows(&model[seq][layer], layer, first, n, k, v);
@@ -315,17 +349,17 @@ static int take_all_expired(int seq) {
         row *r = &model[seq][layer];
         for (i = 0; i < r->n; i++) n -= r->t[i].gone;
         CHECK_EQ(tkv_get_tiers(kv, seq, layer, 0, r->n, tier), TKV_OK);
-        if (now == WINDOWED) take_expired(seq, layer, tier);
+        if (has_window(layer)) take_expired(seq, layer, tier);
         for (i = 0; i < r->n; i++) n += r->t[i].gone;
     }
     return n;
 }
 
 static int play_append(int seq, int n) {
-    const int first = length_of(seq), position = next_position(seq);
+    const int first = length_of(seq), position = next_of[seq];
     const unsigned marks = marks_of(seq);
     int layer, i;
-    if (n <= 0 || first + n > MOST || position < 0 || position > 1000000) return refuse(APPEND);
+    if (n <= 0 || first + n > MOST || position > 1000000) return refuse(APPEND);
     for (layer = 0; layer < LAYERS; layer++) {
         row *r = &model[seq][layer];
         int n_live = first >= SINKS;
@@ -344,6 +378,7 @@ static int play_append(int seq, int n) {
         r->n += n;
     }
     next_id = (next_id + n) % MAX_ID;
+    next_of[seq] += n;
     append_to_cache(seq, first, n);
     if (take_all_expired(seq)) count_hits(EXPIRE, marks);
     for (layer = 0; layer < LAYERS; layer++) settle_pins(&model[seq][layer]);
@@ -355,6 +390,7 @@ static int play_cut(int seq, int len) {
     int layer;
     if (len >= length_of(seq)) return refuse(CUT);
     if (tkv_seq_truncate(kv, seq, len)) return refuse(CUT);
+    next_of[seq] = position_behind(seq, len);
     for (layer = 0; layer < LAYERS; layer++) cut_row(&model[seq][layer], len);
     return count_hits(CUT, marks);
 }
@@ -366,7 +402,7 @@ static int play_remove(int seq, int first, int last) {
     tkv_status st;
     for (layer = 0; layer < LAYERS; layer++) {
         const row *r = &model[seq][layer];
-        const int reaches = r->n && r->t[r->n - 1].position >= first && r->t[r->n - 1].position < last;
+        const int reaches = r->n && next_of[seq] > first && next_of[seq] <= last;
         int stays = reaches ? 0 : r->n;
         for (i = 0; i < r->n; i++) {
             const int is_in = r->t[i].position >= first && r->t[i].position < last;
@@ -377,6 +413,7 @@ static int play_remove(int seq, int first, int last) {
     }
     st = tkv_seq_remove(kv, seq, first, last);
     if (st) return refuse(REMOVE);
+    if (any && len < length_of(seq)) next_of[seq] = position_behind(seq, len);
     for (layer = 0; layer < LAYERS && any; layer++) {
         row *r = &model[seq][layer];
         cut_row(r, len);
@@ -390,6 +427,10 @@ static int play_shift(int seq, int first, int last, int delta) {
     const unsigned marks = marks_of(seq);
     int layer, i, any = 0;
     if (tkv_seq_shift(kv, seq, first, last, delta)) return refuse(SHIFT);
+    if (next_of[seq] > first && next_of[seq] <= last) {
+        next_of[seq] += delta;
+        if (next_of[seq] < 0) next_of[seq] = 0;
+    }
     for (layer = 0; layer < LAYERS; layer++)
         for (i = 0; i < model[seq][layer].n; i++) {
             token *t = &model[seq][layer].t[i];
@@ -413,11 +454,18 @@ static int play_unite(int seq, int first, int delta) {
     return split > before && n_layer_blocks(kv, seq, 0) < split ? count_hits(UNITE, marks) : 0;
 }
 
+/* 1 if the layers of a sequence have the same tokens. Where they do not, a copy gives them other indices by layer. */
+static int are_layers_alike(int seq) {
+    int i, alike = 1;
+    for (i = 0; i < length_of(seq); i++) alike &= model[seq][0].t[i].gone == model[seq][1].t[i].gone;
+    return alike;
+}
+
 /* dst gets the live tokens of the range in order. Indices between them are those of tokens that are gone. */
 static int play_copy(int src, int first, int last, int dst) {
     static uint8_t tier[MOST];
     const unsigned marks = marks_of(src);
-    const int old_len = length_of(dst), at = next_position(dst) > 0 ? next_position(dst) : 0;
+    const int old_len = length_of(dst), at = next_of[dst];
     int layer, i, n, any = 0;
     if (tkv_seq_copy(kv, src, first, last, dst, at)) return refuse(COPY);
     n = tkv_get_length(kv, dst, 0) - old_len;
@@ -455,6 +503,7 @@ static int play_copy(int src, int first, int last, int dst) {
         to->is_listed |= from->is_listed;
         settle_pins(to);
     }
+    if (n > 0) next_of[dst] = position_behind(dst, length_of(dst));
     return any ? count_hits(COPY, marks) : 0;
 }
 
@@ -476,6 +525,7 @@ static int play_keep(int seq, int tail, int every) {
         r->n = first + n;
         rewind_scores(r, len);
     }
+    next_of[seq] = position_behind(seq, first + n);
     return count_hits(KEEP, marks);
 }
 
@@ -497,6 +547,7 @@ static int play_slide(int seq, int n) {
             if (t->until_most) t->until_most -= n_removed;
         }
     }
+    next_of[seq] = next_of[seq] > n_removed ? next_of[seq] - n_removed : 0;
     return n_removed ? count_hits(SLIDE, marks) : 0;
 }
 
@@ -504,6 +555,7 @@ static int play_fork(int src, int dst, int len) {
     const unsigned marks = marks_of(src);
     int layer;
     if (tkv_seq_fork(kv, src, dst, len)) return refuse(FORK);
+    next_of[dst] = len < length_of(src) ? position_behind(src, len) : next_of[src];
     for (layer = 0; layer < LAYERS; layer++) {
         model[dst][layer] = model[src][layer];
         cut_row(&model[dst][layer], len);
@@ -517,6 +569,9 @@ static int play_reorder(void) {
     const unsigned marks = marks_of(0);
     int layer;
     if (tkv_seq_reorder(kv, 0, sources, SEQS)) return refuse(REORDER);
+    next_of[2] = next_of[0];
+    next_of[0] = next_of[1];
+    next_of[1] = next_of[2];
     for (layer = 0; layer < LAYERS; layer++) {
         model[2][layer] = model[0][layer];
         model[0][layer] = model[1][layer];
@@ -633,6 +688,7 @@ static int play_save(int seq, int to, int len) {
     if (len < 1 || tkv_seq_save(kv, &save, file, sizeof file, &size)) return refuse(SAVE);
     CHECK_EQ(tkv_seq_reset(kv, to), TKV_OK);
     CHECK_EQ(tkv_seq_load(kv, &load, file, size, NULL), TKV_OK);
+    next_of[to] = len < length_of(seq) ? position_behind(seq, len) : next_of[seq];
     for (layer = 0; layer < LAYERS; layer++) {
         model[to][layer] = model[seq][layer];
         cut_row(&model[to][layer], len);
@@ -651,7 +707,7 @@ static int play_abort(int seq, int n) {
     for (layer = 0; layer < LAYERS; layer++)
         for (i = 0; i < n; i++) {
             model[seq][layer].t[first + i].id = 1;
-            model[seq][layer].t[first + i].position = next_position(seq) + i;
+            model[seq][layer].t[first + i].position = next_of[seq] + i;
         }
     append_to_cache(seq, first, n);
     CHECK_EQ(tkv_seq_abort(kv, seq), TKV_OK);
@@ -666,7 +722,7 @@ static void name_sinks(int seq, int first, int n, int on) {
     for (layer = 0; layer < LAYERS; layer++)
         for (i = first; i < first + n && i < length_of(seq); i++)
             if (!model[seq][layer].t[i].gone) model[seq][layer].t[i].sink = on;
-    if (!on && now == WINDOWED) (void)take_all_expired(seq);
+    if (!on && now != STORED) (void)take_all_expired(seq);
 }
 
 /* until: as in tkv_seq_pin */
@@ -844,7 +900,7 @@ TEST(each_event_on_each_mark) {
 
 /* >>random games */
 static int random_range(int seq, int *first) {
-    const int end = next_position(seq);
+    const int end = next_of[seq];
     *first = rand_below(end + 10);
     return *first + 1 + rand_below(80);
 }
@@ -873,7 +929,9 @@ static void play_something(int seq) {
     case 1: (void)play_remove(seq, first, last); break;
     case 2: (void)play_shift(seq, first, last, delta); break;
     case 3: (void)play_unite(seq, first, 1 + rand_below(9)); break;
-    case 4: (void)(length_of(other) < 300 && play_copy(seq, first, last, other)); break;
+    case 4:
+        (void)(length_of(other) < 300 && are_layers_alike(seq) && play_copy(seq, first, last, other));
+        break;
     case 5: (void)play_keep(seq, 1 + rand_below(40), 3); break;
     case 6: (void)play_slide(seq, rand_below(2) ? 512 : 100); break;
     case 7: (void)play_fork(seq, other, 1 + rand_below(len)); break;

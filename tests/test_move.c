@@ -1036,6 +1036,99 @@ TEST(a_cut_before_the_first_token_goes_on_at_0) {
     }
 }
 
+/* 1 if every layer of a sequence that takes tokens goes on at a position. */
+static int is_next_position(tkv_cache *kv, int seq, int n_layers, int position) {
+    tkv_append_params p;
+    int layer, n_wrong = 0;
+    memset(&p, 0, sizeof p);
+    p.seq = seq;
+    p.positions = &position;
+    for (layer = 0; layer < n_layers; layer += 2) { /* layer 1 has no cache */
+        p.layer = layer;
+        n_wrong += tkv_append_ex(kv, &p) != TKV_OK;
+    }
+    return n_wrong == 0;
+}
+
+/* Of three layers one has no cache, and the last one has a window. After a shift and a removal the last tokens of a cut
+ * sequence are gone, and behind the window all are: the next token has the same position in each layer, a fork, a copy
+ * and a file. tkv_seq_remove finds what is appended there. */
+TEST(layers_go_on_at_the_same_position) {
+    static float k[400 * 8];
+    static unsigned char file[1 << 20];
+    int n, layer, t, s, position;
+    for (n = 100; n < 360; n += 13) {
+        tkv_config cfg = make_sized_config(3, 1, 1, 8, 3, 512);
+        tkv_layer_config layers[3];
+        tkv_save_params save;
+        tkv_load_params load;
+        tkv_cache *kv, *twin;
+        size_t size;
+        memset(layers, 0, sizeof layers);
+        layers[1].no_cache = 1;
+        layers[2].window = 70;
+        cfg.layers = layers;
+        cfg.model.rope.dim = 8;
+        cfg.evict.policy = TKV_EVICT_H2O;
+        kv = create_cache(&cfg);
+        for (t = 0; t < 2; t++) {
+            for (layer = 0; layer < 3; layer += 2)
+                CHECK_EQ(tkv_append(kv, 0, layer, k, k, t ? 50 : n), TKV_OK);
+            if (t == 0) CHECK_EQ(tkv_seq_shift(kv, 0, 5, TKV_UNLIMITED, 10), TKV_OK);
+        }
+        CHECK_EQ(tkv_seq_remove(kv, 0, 30, n + 30), TKV_OK);
+        CHECK(is_next_position(kv, 0, 3, n + 60));
+        if (tkv_seq_fork(kv, 0, 1, n)) { /* the window of token n reaches expired ones */
+            tkv_destroy(kv);
+            continue;
+        }
+        memset(&save, 0, sizeof save);
+        memset(&load, 0, sizeof load);
+        save.length = n;
+        load.seq = 2;
+        CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &size), TKV_OK);
+        CHECK_EQ(tkv_seq_load(kv, &load, file, size, NULL), TKV_OK);
+        CHECK_EQ(tkv_seq_truncate(kv, 0, n), TKV_OK);
+        for (s = 0; s < 3; s++) CHECK_MSG(is_next_position(kv, s, 3, n + 10), "sequence %d, %d tokens", s, n);
+        for (layer = 0; layer < 3; layer += 2) {
+            CHECK_EQ(tkv_get_positions(kv, 0, layer, n - 1, 1, &position), TKV_OK);
+            CHECK_EQ(position, n + 9);
+        }
+        /* The range has no token, but what follows is behind it. Nothing else tells it then, so files have it. */
+        for (s = 0; s < 2; s++)
+            CHECK_EQ(tkv_seq_shift(kv, s, n + 9, s ? n + 10 : TKV_UNLIMITED, 20 + s), TKV_OK);
+        save.length = 0;
+        CHECK_EQ(tkv_seq_reset(kv, 2), TKV_OK);
+        CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &size), TKV_OK);
+        CHECK_EQ(tkv_seq_load(kv, &load, file, size, NULL), TKV_OK);
+        save.seq = load.seq = TKV_ALL_SEQS;
+        CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &size), TKV_OK);
+        twin = create_cache(&cfg);
+        CHECK_EQ(tkv_seq_load(twin, &load, file, size, NULL), TKV_OK);
+        for (s = 0; s < 3; s++) {
+            CHECK_MSG(is_next_position(kv, s, 3, n + 30 + s % 2), "sequence %d, %d tokens", s, n);
+            CHECK_MSG(is_next_position(twin, s, 3, n + 30 + s % 2), "twin %d, %d tokens", s, n);
+        }
+        /* An aborted step leaves it as it was. What is appended there is found by its position. */
+        CHECK_EQ(tkv_seq_begin(kv, 0), TKV_OK);
+        for (t = 0; t < 2; t++) {
+            for (layer = 0; layer < 3; layer += 2) CHECK_EQ(tkv_append(kv, 0, layer, k, k, 10), TKV_OK);
+            if (t == 0) {
+                CHECK_EQ(tkv_seq_abort(kv, 0), TKV_OK);
+                CHECK(is_next_position(kv, 0, 3, n + 30));
+            }
+        }
+        CHECK_EQ(tkv_seq_remove(kv, 0, n + 30, n + 35), TKV_OK);
+        for (layer = 0; layer < 3; layer += 2)
+            for (t = 0; t < 10; t++)
+                CHECK_EQ(tkv_read(kv, 0, layer, n + t, 1, k, k + 8), t < 5 ? TKV_ERR_RANGE : TKV_OK);
+        check_cache(kv);
+        check_cache(twin);
+        tkv_destroy(kv);
+        tkv_destroy(twin);
+    }
+}
+
 /* >>positions of new tokens */
 /* An append without positions ends before 2^30, as one with positions does. */
 TEST(positions_end_before_2_to_the_30) {
@@ -3183,6 +3276,7 @@ int main(int argc, char **argv) {
     RUN(moves_near_expired_tokens);
     RUN(removed_tokens_refuse_no_move);
     RUN(a_cut_before_the_first_token_goes_on_at_0);
+    RUN(layers_go_on_at_the_same_position);
     RUN(positions_end_before_2_to_the_30);
     RUN(tokens_take_the_positions_given);
     RUN(positions_can_go_back);

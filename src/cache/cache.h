@@ -42,7 +42,10 @@ typedef struct tkvi_list {
     int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
     int step_len;             /* len when the open step began */
     int evict_len; /* forecast: len of the last attention before the next eviction; below len: unknown */
-    int is_moved;  /* 0: no entry has a shift */
+    int is_moved;  /* 0: no entry has a shift, nor has the list */
+    /* The position of the next token, less its index. The list has it for itself, as the entries of its last tokens may
+     * go, in one layer sooner than in another. step_shift: when the open step began */
+    int shift, step_shift;
     int passed[TKVI_SEARCH_COUNT]; /* blocks after the sinks that a search has passed */
 } tkvi_list;
 
@@ -340,13 +343,6 @@ static int tkvi_block_at(const tkv_cache *kv, const tkvi_list *list, const uint3
     return low > tkvi_anchors_of(list) ? low - 1 : -1;
 }
 
-/* Position of the token with an index, also if it is gone. It is in the list. */
-static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
-    return tkvi_has_moved(list) && list->n
-               ? index + kv->pool.entry[ids[tkvi_max(0, tkvi_block_at(kv, list, ids, index))]].shift
-               : index;
-}
-
 /* Token slots in use in block i, evicted tokens included, and slots before first_slot. */
 static int tkvi_block_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     const tkvi_entry *e = &kv->pool.entry[ids[i]];
@@ -549,6 +545,84 @@ static int tkvi_slots_in_use(const tkv_cache *kv, const tkvi_list *list, const u
 static uint64_t tkvi_used_mask(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int i) {
     return tkvi_live_mask(&kv->pool.entry[ids[i]], tkvi_block_tokens(kv, list, ids, i)) |
            (TKVI_HAS_EVICT && kv->pool.token_meta ? kv->pool.token_meta[ids[i]].anchored_mask : 0);
+}
+
+/* Index of the last token that is there among the first n of a list; -1: there is none. *shift: of its entry. */
+static int tkvi_last_index(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int n,
+                           int *shift) {
+    int i, t;
+    for (i = tkvi_block_at(kv, list, ids, tkvi_min(n, list->len) - 1); i >= tkvi_anchors_of(list); i--) {
+        const uint64_t used = tkvi_used_mask(kv, list, ids, i);
+        for (t = TKVI_BLOCK; used && t-- > 0;) {
+            if (!(used >> t & 1) || tkvi_slot_index(kv, ids[i], t) >= n) continue;
+            *shift = kv->pool.entry[ids[i]].shift;
+            return tkvi_slot_index(kv, ids[i], t);
+        }
+    }
+    return -1;
+}
+
+/* Position of the token with an index, also if it is gone. It is in the list. The next token follows the last ones,
+ * also where these are gone. */
+static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
+    int i, unused;
+    if (!tkvi_has_moved(list)) return index;
+    i = tkvi_block_at(kv, list, ids, index);
+    if (i + 1 >= list->n && index > tkvi_last_index(kv, list, ids, list->len, &unused))
+        return index + list->shift;
+    return index + kv->pool.entry[ids[tkvi_max(0, i)]].shift;
+}
+
+/* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
+static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    return tkvi_max(0, list->len + list->shift);
+}
+
+/* The shift of the last token that is there among the first n of a sequence, in any layer: of this one if it is there
+ * in several. Returns 0 if none is. */
+static int tkvi_shift_of_last(const tkv_cache *kv, int seq, int layer, int n, int *shift) {
+    const int n_layers = kv->tables.cfg.model.n_layers;
+    int i, last = -1;
+    *shift = 0;
+    for (i = 0; i < n_layers && last < n - 1; i++) {
+        const int other = (layer + i) % n_layers;
+        int of_other = 0;
+        const int at =
+            tkvi_last_index(kv, tkvi_list_of(kv, seq, other), tkvi_ids(kv, seq, other), n, &of_other);
+        if (at > last) *shift = of_other;
+        last = tkvi_max(last, at);
+    }
+    return last >= 0;
+}
+
+/* The shift of the first token of a sequence that is there, in any layer. 0: none is. */
+static int tkvi_shift_of_first(const tkv_cache *kv, int seq) {
+    int layer, i, t, at, first = TKVI_FOREVER, shift = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        uint64_t used = 0;
+        for (i = tkvi_anchors_of(list); i < list->n && !used; i++) used = tkvi_used_mask(kv, list, ids, i);
+        if (!used) continue;
+        for (t = 0; !(used >> t & 1);) t++;
+        at = tkvi_slot_index(kv, ids[i - 1], t);
+        if (at < first) shift = kv->pool.entry[ids[i - 1]].shift;
+        first = tkvi_min(first, at);
+    }
+    return shift;
+}
+
+/* The shift that a layer has when it is cut to n tokens. Layers that have n tokens know it; else the last token of the
+ * n that is there in any layer does. So all layers get the same one, whatever has expired or was evicted in each. */
+static int tkvi_shift_after_cut(const tkv_cache *kv, int seq, int layer, int n) {
+    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+    int shift = 0, other;
+    if (!TKVI_HAS_MOVES || n == 0) return 0;
+    if (tkvi_last_index(kv, list, tkvi_ids(kv, seq, layer), n, &shift) == n - 1) return shift;
+    for (other = 0; other < kv->tables.cfg.model.n_layers; other++)
+        if (tkvi_list_of(kv, seq, other)->len == n) return tkvi_list_of(kv, seq, other)->shift;
+    return tkvi_shift_of_last(kv, seq, layer, n, &shift) ? shift : tkvi_shift_of_first(kv, seq);
 }
 
 /* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks

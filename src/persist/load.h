@@ -46,6 +46,7 @@ static tkv_status tkvi_place_file(tkvi_loader *l) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++)
         if (kv->tables.plan[layer].stored_layer == layer && !tkvi_place_layer(l, layer))
             st = tkvi_refuse_damaged_block(l, layer);
+    tkvi_place_shifts(l);
     tkvi_count_late_blocks(kv, seq);
     kv->budget.has_loaded = 1;
     if (!st) st = tkvi_check_placed(l);

@@ -207,6 +207,7 @@ static tkv_status tkvi_place_cache(tkvi_loader *l) {
                      : tkvi_refuse_saved_layer(l, "blocks and their holders do not fit in layer", layer);
     kv->budget.has_loaded = 1;
     for (l->seq = 0; l->seq < tkvi_loaded_seqs_end(l) && !st; l->seq++) {
+        tkvi_place_shifts(l);
         tkvi_count_late_blocks(kv, l->seq);
         st = tkvi_check_placed(l);
     }

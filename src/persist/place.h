@@ -330,6 +330,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
     list->expired = from->expired;
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
+    list->shift = from->shift;
     return fits;
 }
 
@@ -394,6 +395,18 @@ static void tkvi_take_tokens(const tkvi_loader *l) {
         const int within = i % TKVI_SAVED_TOKENS_AT_ONCE;
         if (!within) s = tkvi_loaded_section(l, TKVI_SAVED_TOKENS, i / TKVI_SAVED_TOKENS_AT_ONCE);
         l->p->tokens[i] = tkvi_saved_int(s.at + 4 * (size_t)within);
+    }
+}
+
+/* Gives the lists of the sequence their shifts where the file has none. In files of former versions lists without
+ * blocks had lost them. */
+static void tkvi_place_shifts(const tkvi_loader *l) {
+    int layer;
+    for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !(l->flags & TKVI_SAVED_HAS_SHIFTS);
+         layer++) {
+        tkvi_list *list = tkvi_list_of(l->kv, l->seq, layer);
+        if (TKVI_HAS_MOVES) (void)tkvi_shift_of_last(l->kv, l->seq, layer, list->len, &list->shift);
+        list->is_moved |= list->shift != 0;
     }
 }
 

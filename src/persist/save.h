@@ -38,6 +38,7 @@ typedef struct tkvi_saver {
     tkv_save_info info;
     tkv_status st;
     int is_cache;           /* 1: all sequences are saved, and the state of the cache */
+    int has_shifts;         /* 1: lists tell the next position, as the tokens that are there do not */
     tkvi_save_place *place; /* [block_cap] of a whole cache: by entry */
     /* the list of the section */
     int seq, layer;
@@ -122,9 +123,24 @@ static void tkvi_view_layer(tkvi_saver *s, int seq, int layer) {
     s->ids = tkvi_ids(s->kv, seq, layer);
     if (!s->p->length || s->p->length >= list->len) return;
     tkvi_uncount_blocks(&s->list, tkvi_n_blocks_before(s->kv, seq, layer, s->p->length), list->n);
+    s->list.shift = tkvi_shift_after_cut(s->kv, seq, layer, s->p->length);
     s->list.len = s->p->length;
     s->list.expired = tkvi_min(list->expired, s->p->length);
     s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
+}
+
+/* 1 if the tokens that are saved do not tell the next position of a layer: the last ones are gone in all layers. */
+static int tkvi_must_save_shifts(tkvi_saver *s) {
+    const tkv_cache *kv = s->kv;
+    int seq = s->is_cache ? 0 : s->p->seq, layer, told, must = 0;
+    const int end = s->is_cache ? kv->tables.cfg.limits.max_seqs : seq + 1;
+    for (; TKVI_HAS_MOVES && seq < end; seq++)
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers && !must; layer++) {
+            tkvi_view_layer(s, seq, layer);
+            (void)tkvi_shift_of_last(kv, seq, layer, s->list.len, &told);
+            must = s->list.shift != told;
+        }
+    return must;
 }
 
 /* Entry i as it is saved. *m: its token_meta, if the cache has any. */
@@ -215,7 +231,7 @@ static uint64_t tkvi_emit_record(tkvi_saver *s, const tkvi_layout *c, const uint
 
 /* >>sections */
 static int tkvi_saved_flags(const tkvi_saver *s) {
-    const int flags = s->is_cache ? TKVI_SAVED_IS_CACHE : 0;
+    const int flags = (s->is_cache ? TKVI_SAVED_IS_CACHE : 0) | (s->has_shifts ? TKVI_SAVED_HAS_SHIFTS : 0);
     if (!tkvi_keeps_token_meta(&s->kv->tables.cfg)) return flags;
     return flags | TKVI_SAVED_HAS_META | (s->p->with_scores || s->is_cache ? TKVI_SAVED_HAS_SCORES : 0);
 }
@@ -569,6 +585,8 @@ static void tkvi_emit_list(tkvi_saver *s, int layer) {
     (void)tkvi_emit_entry_runs(s, 0);
     (void)tkvi_emit_block_runs(s, 0, &n_blocks);
     for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
+    tkvi_store32(at, (uint32_t)list->shift);
+    if (s->has_shifts) tkvi_emit(s, at, 4);
 }
 
 /* The first sequence of a whole cache that holds a state: seq, or one before it. */
@@ -880,6 +898,7 @@ static tkv_status tkvi_save(tkvi_saver *s, void *buf, size_t size, size_t *neede
     if (s->p->former_bytes)
         fault = tkvi_open_last_save(&former, (const uint8_t *)s->p->former, s->p->former_bytes);
     if (fault) return tkvi_fail(s->kv, TKV_ERR_DATA, fault, 0, NULL);
+    s->has_shifts = tkvi_must_save_shifts(s);
     if (buf || s->write || former.bytes || s->is_cache) {
         st = tkvi_take_scratch(&scratch, need.total, &s->room);
         if (st) return st;

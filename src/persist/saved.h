@@ -31,7 +31,13 @@
 #define TKVI_NO_VERSION 255
 #define TKVI_SHARED_STATE ((uint64_t)1 << 63)
 
-enum { TKVI_SAVED_HAS_META = 1, TKVI_SAVED_HAS_SCORES = 2, TKVI_SAVED_IS_CACHE = 4 };
+enum {
+    TKVI_SAVED_HAS_META = 1,
+    TKVI_SAVED_HAS_SCORES = 2,
+    TKVI_SAVED_IS_CACHE = 4,
+    TKVI_SAVED_HAS_SHIFTS =
+        8 /* a list ends with its shift; else it has that of the last token that is there */
+};
 
 typedef enum tkvi_saved_kind {
     TKVI_SAVED_HEAD_KIND,
@@ -250,6 +256,7 @@ typedef struct tkvi_saved_list {
     size_t meta_bytes;                      /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
         n_block_runs;
+    int shift;    /* where a flag says so; else 0 */
     int run;      /* of the entry that was read last */
     int is_cache; /* 1: of a whole cache */
     int seq;      /* of a whole cache: its sequence; else 0 */
@@ -275,6 +282,10 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, int seq, tkvi
     memset(out, 0, sizeof *out);
     out->is_cache = is_cache;
     out->seq = is_cache ? seq : 0;
+    if (flags & TKVI_SAVED_HAS_SHIFTS && s.n >= TKVI_SAVED_LIST + 4) {
+        s.n -= 4;
+        out->shift = tkvi_saved_int(s.at + s.n);
+    }
     if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
     for (i = 0; i < 12; i++) {
         field[i] = tkvi_saved_int(s.at + 4 * i);

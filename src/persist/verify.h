@@ -108,7 +108,8 @@ static tkv_status tkvi_check_model(tkvi_loader *l) {
     }
     l->flags = (int)tkvi_load32(head.at + 32);
     l->n_tokens = tkvi_saved_int(head.at + 36);
-    if (l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES | TKVI_SAVED_IS_CACHE))
+    if (l->flags & ~(TKVI_SAVED_HAS_META | TKVI_SAVED_HAS_SCORES | TKVI_SAVED_IS_CACHE |
+                     (TKVI_HAS_MOVES ? TKVI_SAVED_HAS_SHIFTS : 0)))
         return tkvi_refuse_file(l, "unknown flags");
     if (((l->flags & TKVI_SAVED_IS_CACHE) != 0) != l->is_cache)
         return tkvi_refuse_saved_model(l,
@@ -315,7 +316,8 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
                          "");
     if ((int64_t)list.sinks + list.archive + list.warm > list.n || list.anchors > list.sinks ||
         list.expired > list.len || list.chunk_start > list.len || list.is_moved > 1 ||
-        (list.n && list.expired == list.len))
+        (list.n && list.expired == list.len) || list.shift < -TKVI_POSITIONS || list.shift > TKVI_POSITIONS ||
+        (list.shift && !list.is_moved))
         return tkvi_refuse_saved_layer(l, "counts of the list do not fit in layer", layer);
     /* A list that lost all its tokens, but not its length, has lost its anchors too. */
     if (list.anchors != (list.n && TKVI_HAS_EVICT ? p->n_anchor_blocks : 0) &&
@@ -501,7 +503,7 @@ static tkv_status tkvi_check_saved_tokens(tkvi_loader *l) {
 }
 
 /* >>numbers of a whole cache */
-/* The numbers of a whole cache, to be read. n_entries: of the lists in the file. */
+/* The numbers of a whole cache, to be read. */
 static tkvi_numbers tkvi_saved_numbers(const tkvi_loader *l) {
     const tkvi_section s = tkvi_loaded_section(l, TKVI_SAVED_CACHE, 0);
     tkvi_numbers io;

@@ -108,10 +108,10 @@ static int tkvi_tail_free_slots(const tkv_cache *kv, const tkvi_plan *p, const t
 }
 
 /* 1 if a token that went into the last block would take a new entry: the tokens there have moved, and new ones have
- * not. Or they are gone, and the position that follows them is negative. */
+ * not. Or they are gone, and the next one does not follow them. */
 static int tkvi_has_tail_moved(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
     const tkvi_entry *last = list->n ? &kv->pool.entry[ids[list->n - 1]] : NULL;
-    return TKVI_HAS_MOVES && last && (last->turned != 0 || list->len + last->shift < 0);
+    return TKVI_HAS_MOVES && last && (last->turned != 0 || last->shift != tkvi_max(list->shift, -list->len));
 }
 
 /* 1 if the next token takes a new entry in the last block. */

@@ -111,7 +111,8 @@ static void tkvi_share_list(tkv_cache *kv, int src, int dst, int layer, int n_to
     tkvi_uncount_blocks(to, n, from->n);
     for (i = 0; i < tkvi_anchors_of(to); i++)
         tkvi_copy_shared(kv, dst, layer, i); /* each sequence chooses its own */
-    if (to->len > n_tokens) tkvi_truncate_list(kv, dst, layer, n_tokens);
+    if (to->len > n_tokens)
+        tkvi_truncate_list(kv, dst, layer, n_tokens, tkvi_shift_after_cut(kv, src, layer, n_tokens));
 }
 
 /* Makes dst, which is empty, see the first n_tokens of src in all layers, with their states. Cannot fail. */

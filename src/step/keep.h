@@ -197,6 +197,7 @@ static void tkvi_keep_in_list(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     memmove(ids + n_kept, ids + n_old, (size_t)to.n_new * sizeof *ids);
     list->n = n_kept + to.n_new;
     list->len = keep->first + keep->n;
+    list->shift = kv->pool.entry[ids[list->n - 1]].shift;
     for (t = list->sinks; t >= n_kept && t < list->n && tkvi_are_kept_sinks(kv, keep->seq, layer, t); t++)
         list->sinks++;
     list->chunk_start = tkvi_min(list->chunk_start, list->len);

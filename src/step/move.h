@@ -78,14 +78,19 @@ static int tkvi_narrow_to_tokens(const tkv_cache *kv, const tkvi_list *list, con
     return n_found > 0;
 }
 
+/* 1 if the last position of a list is in a range. The next one follows it, also if that token is gone. */
+static int tkvi_reaches_end(const tkvi_list *list, const tkvi_range *range) {
+    const int64_t next = (int64_t)list->len + list->shift;
+    return next > range->first && next <= range->end;
+}
+
 /* The number of tokens that stay in front of those that a removal takes from the end of a list. */
 static int tkvi_n_before_tail(const tkv_cache *kv, int seq, int layer, const tkvi_range *range) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
     const uint32_t *ids = tkvi_ids(kv, seq, layer);
     int i, t, from, to;
     if (!list->n) return 0;
-    tkvi_indices_in(kv, list, ids, list->n - 1, range, &from, &to);
-    if (from == to || to < list->len) return list->len; /* the range does not reach the end */
+    if (!tkvi_reaches_end(list, range)) return list->len;
     for (i = list->n; i-- > 0;) {
         uint64_t used = tkvi_used_mask(kv, list, ids, i);
         if (i < list->anchors) used = 0; /* their own blocks have them too */
@@ -301,6 +306,9 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
     tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
     int i, from, to, slot;
+    if (tkvi_reaches_end(list, &move->range))
+        list->shift =
+            tkvi_clamp_index((int64_t)list->len + list->shift + move->delta, 0, TKVI_POSITIONS) - list->len;
     for (i = 0; i < list->n; i++) {
         tkvi_indices_in(kv, list, ids, i, &move->range, &from, &to);
         if (from == to || !tkvi_slots_between(kv, list, ids, i, from, to)) continue;
@@ -311,7 +319,7 @@ static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
         kv->pool.entry[ids[i]].shift += move->delta;
         if (kv->tables.plan[layer].rope) kv->pool.entry[ids[i]].turned += move->delta;
     }
-    list->is_moved = 0;
+    list->is_moved = list->shift != 0;
     for (i = 0; i < list->n; i++) {
         while (i + 1 < list->n && tkvi_can_unite(kv, list, ids, i))
             tkvi_unite_entries(kv, move->seq, layer, i);
@@ -349,9 +357,9 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
     first = tkvi_expired_position(kv, layer, list, ids);
-    last = (int64_t)list->len + kv->pool.entry[ids[list->n - 1]].shift;
+    last = (int64_t)list->len + list->shift;
     if (first >= move->range.first && first < move->range.end) first += move->delta;
-    if (last > move->range.first && last <= move->range.end) last += move->delta;
+    if (tkvi_reaches_end(list, &move->range)) last += move->delta;
     if (last - first < kv->tables.plan[layer].kept_window)
         return tkvi_fail(kv, TKV_ERR_RANGE,
                          "tokens of the window have expired; the next token would see them: layer", layer,
@@ -405,22 +413,43 @@ static void tkvi_indices_before(const tkv_cache *kv, const tkvi_copy *copy, int 
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
     const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
     const int shift = list->n ? kv->pool.entry[ids[0]].shift : 0;
-    const int end = list->n ? tkvi_block_start(kv, ids, 0) : list->len;
+    const int end = list->n ? tkvi_block_start(kv, ids, 0) : 0;
     *from = tkvi_clamp_index((int64_t)copy->range.first - shift, 0, end);
     *to = tkvi_clamp_index((int64_t)copy->range.end - shift, *from, end);
+}
+
+/* The index from which on the tokens at the end of a list are gone, in its last block. */
+static int tkvi_end_of_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
+    int unused;
+    return list->n ? tkvi_max(tkvi_last_index(kv, list, ids, list->len, &unused) + 1,
+                              tkvi_block_start(kv, ids, list->n - 1))
+                   : 0;
+}
+
+/* The indices of block i of a layer that a copy takes: *from .. *to - 1. */
+static void tkvi_copied_indices(const tkv_cache *kv, const tkvi_copy *copy, int layer, int i, int *from,
+                                int *to) {
+    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    tkvi_indices_in(kv, list, ids, i, &copy->range, from, to);
+    if (i + 1 < list->n) return;
+    *to = tkvi_min(*to, tkvi_end_of_tokens(kv, list, ids));
+    *from = tkvi_min(*from, *to);
 }
 
 /* Number of indices of a layer that a copy takes. */
 static int tkvi_n_copied(const tkv_cache *kv, int layer, const tkvi_copy *copy) {
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
+    const int end = tkvi_end_of_tokens(kv, list, tkvi_ids(kv, copy->src, layer));
     int i, from, to, n;
     tkvi_indices_before(kv, copy, layer, &from, &to);
     n = to - from;
     for (i = 0; i < list->n; i++) {
-        tkvi_indices_in(kv, list, tkvi_ids(kv, copy->src, layer), i, &copy->range, &from, &to);
+        tkvi_copied_indices(kv, copy, layer, i, &from, &to);
         n += to - from;
     }
-    return n;
+    from = tkvi_clamp_index((int64_t)copy->range.first - list->shift, end, list->len);
+    return n + tkvi_clamp_index((int64_t)copy->range.end - list->shift, from, list->len) - from;
 }
 
 /* Entries that a copy takes, in all layers. Returns the length of the longest list of dst then. */
@@ -491,7 +520,7 @@ static void tkvi_copy_list(tkv_cache *kv, int layer, const tkvi_copy *copy, int 
     tkvi_indices_before(kv, copy, layer, &from, &to);
     at = len + to - from;
     for (i = 0; i < src->n; i++) {
-        tkvi_indices_in(kv, src, ids, i, &copy->range, &from, &to);
+        tkvi_copied_indices(kv, copy, layer, i, &from, &to);
         if (from < to && tkvi_slots_between(kv, src, ids, i, from, to)) {
             if (dst->n && at > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
             tkvi_copy_entry(kv, layer, copy, i, from, to, at);
@@ -557,6 +586,11 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_reserve_slots(kv, dst, 0);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        tkvi_list *list = tkvi_list_of(kv, dst, layer);
+        (void)tkvi_shift_of_last(kv, dst, layer, list->len, &list->shift);
+        list->is_moved |= list->shift != 0;
+    }
     tkvi_remember_turns(kv, dst);
     return tkvi_ok(kv);
 }

@@ -248,13 +248,6 @@ static void tkvi_copy_shared(tkv_cache *kv, int seq, int layer, int i) {
     tkvi_wipe_unused(kv, layer, number, i);
 }
 
-/* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
-static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
-    const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return tkvi_max(0,
-                    list->len + (list->n ? kv->pool.entry[tkvi_ids(kv, seq, layer)[list->n - 1]].shift : 0));
-}
-
 /* Makes an entry for the free slots of the last block of a list: the next token does not follow the last one. */
 static uint32_t tkvi_open_entry(tkv_cache *kv, int seq, int layer, int shift) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
@@ -299,7 +292,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    list->is_moved |= position != list->len;
+    list->shift = position - list->len;
+    list->is_moved |= list->shift != 0;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
@@ -805,6 +799,7 @@ TKV_API tkv_status tkv_seq_begin(tkv_cache *kv, int seq) {
         if (list->n) tkvi_evict_excess(kv, seq, layer, 1);
         if (list->n) tkvi_promote_by_itself(kv, seq, layer, list->chunk_start);
         list->step_len = list->chunk_start = list->len;
+        list->step_shift = list->shift;
     }
     kv->seq[seq].in_step = 1;
     return tkvi_ok(kv);
@@ -868,8 +863,8 @@ static int tkvi_n_blocks_before(const tkv_cache *kv, int seq, int layer, int len
     return n > tkvi_anchors_of(list) ? n : 0;
 }
 
-/* Truncates a list to its first `len` tokens. */
-static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
+/* Truncates a list to its first `len` tokens. shift: of tkvi_shift_after_cut. */
+static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len, int shift) {
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer);
     const int n_kept = tkvi_n_blocks_before(kv, seq, layer, len);
@@ -879,6 +874,8 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len) {
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     list->len = len;
+    list->shift = shift;
+    list->is_moved |= shift != 0;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
     tkvi_token_score_cut(kv, list, ids);
@@ -898,7 +895,7 @@ TKV_API tkv_status tkv_seq_abort(tkv_cache *kv, int seq) {
         int n = list->len - list->step_len;
         if (n <= 0) continue;
         tkvi_count_seen_tokens(kv, layer, -n);
-        tkvi_truncate_list(kv, seq, layer, list->step_len);
+        tkvi_truncate_list(kv, seq, layer, list->step_len, list->step_shift);
     }
     tkvi_forget_tokens(kv, seq, tkv_get_length(kv, seq, TKV_ALL_LAYERS));
     tkvi_release_unused(kv, seq);
@@ -1003,7 +1000,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         if (tkvi_list_of(kv, seq, layer)->len <= n_tokens) continue;
         tkvi_drop_ended_pins_in(kv, seq, layer); /* an abort does not: its tokens were never appended */
-        tkvi_truncate_list(kv, seq, layer, n_tokens);
+        tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
     tkvi_release_unused(kv, seq);
