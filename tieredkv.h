@@ -3717,9 +3717,9 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
  *   k, v   as they were first appended, in the shapes of tkv_append
  *
  * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
- * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens were
- * removed before the block was coded: the rows of these count again, and its scales know them. The bytes count in the
- * budget, and other blocks are reclaimed for them, as for an append.
+ * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens went
+ * after the block was coded: rows of tokens that are gone do not count, so its scales fit the others better. The bytes
+ * count in the budget, and other blocks are reclaimed for them, as for an append.
  * Errors, nothing changed except reclaimed blocks:
  *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
  *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
@@ -41787,6 +41787,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
+    uint64_t used;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
     if (b->refs > 1) { /* the others may see more tokens of it than there are rows */
@@ -41802,11 +41803,12 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     }
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
+    used = tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer),
+                          i); /* rows of tokens that are gone do not come back */
     for (t = 0; t < n; t++)
-        for (h = 0; h < hot->n_kv_heads; h++) {
+        for (h = 0; h < hot->n_kv_heads && used >> t & 1; h++) {
             const tkvi_record *record = &hot->record[h];
-            /* Slots that the entry does not have repeat its first row, which fits the scales of the block. */
-            const int row = tkvi_slot_index(kv, id, tkvi_max(t, kv->pool.entry[id].first_slot)) - start;
+            const int row = tkvi_slot_index(kv, id, t) - start;
             tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
             tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + record->at + record->v_at);
@@ -41814,8 +41816,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     recoding.kv = kv;
     recoding.layer = layer;
     recoding.start = b->first_position;
-    recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
-    recoding.dead_mask = 0; /* and their rows, so that the others get the bytes that they had */
+    recoding.live_mask = tkvi_slots_before(n); /* tokens that are gone keep their slots, but do not count */
+    recoding.dead_mask = used ? recoding.live_mask & ~used : 0;
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
