@@ -514,11 +514,44 @@ TEST(restored_blocks_hold_nothing_of_removed_tokens) {
         }
 }
 
+/* The squares of large values are infinities. Tokens with such values are removed while they are exact, so what the
+ * layer learns from attention, and with it the tables, knows nothing of them: in decoding, and in a prefill. */
+TEST(tables_know_nothing_of_large_removed_values) {
+    static float k[600 * 2 * D], v[600 * 2 * D], out[64 * 2 * D];
+    static unsigned char file[2][1 << 20];
+    int rows, which, i, t;
+    for (rows = 1; rows <= 40; rows += 39) {
+        size_t size[2];
+        for (which = 0; which < 2; which++) {
+            tkv_config cfg = make_sized_config(1, 2, 2, D, 1, 160);
+            const tkv_save_params p = save_params(0);
+            tkv_cache *kv;
+            cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A40, TKV_R40);
+            cfg.tiers.hot_tokens = 300;
+            for (i = 0; i < 600 * 2 * D; i++) k[i] = v[i] = (float)(i * 37 % 101 - 50) / 25;
+            for (t = 70; t < 80; t++)
+                for (i = 0; i < D; i++) v[t * 2 * D + i] = which ? 1e30f : 1.0f;
+            kv = create_cache(&cfg);
+            CHECK_EQ(tkv_append(kv, 0, 0, k, v, 160), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 70, 80), TKV_OK);
+            for (t = 160; t < 600; t += rows) {
+                CHECK_EQ(tkv_append(kv, 0, 0, k + t * 2 * D, v + t * 2 * D, rows), TKV_OK);
+                CHECK_EQ(tkv_attend(kv, 0, 0, k + t * 2 * D, rows, out), TKV_OK);
+            }
+            CHECK_EQ(tkv_seq_save(kv, &p, file[which], sizeof *file, &size[which]), TKV_OK);
+            tkv_destroy(kv);
+        }
+        CHECK_MSG(size[0] == size[1] && !memcmp(file[0], file[1], size[0]), "%d rows", rows);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(nothing_of_removed_tokens_is_saved);
     RUN(nothing_of_removed_tokens_is_saved_from_outside_ram);
     RUN(nothing_of_later_tokens_is_in_a_page);
     RUN(restored_blocks_hold_nothing_of_removed_tokens);
+    RUN(tables_know_nothing_of_large_removed_values);
     return tkv_test_end();
 }

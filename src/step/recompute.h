@@ -4,8 +4,9 @@
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
  * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
- * same as before, unless tokens of it went after it was coded or what its format learned from queries has changed. A block that
- * a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
+ * same as before, unless tokens of it went after it was coded or what its format learned from queries has changed. A
+ * block that a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding
+ * errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
