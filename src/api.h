@@ -1858,9 +1858,9 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
  *   k, v   as they were first appended, in the shapes of tkv_append
  *
  * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
- * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens were
- * removed before the block was coded: the rows of these count again, and its scales know them. The bytes count in the
- * budget, and other blocks are reclaimed for them, as for an append.
+ * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens went
+ * after the block was coded: rows of tokens that are gone do not count, so its scales fit the others better. The bytes
+ * count in the budget, and other blocks are reclaimed for them, as for an append.
  * Errors, nothing changed except reclaimed blocks:
  *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
  *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length

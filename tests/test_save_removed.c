@@ -468,10 +468,90 @@ TEST(nothing_of_later_tokens_is_in_a_page) {
     check_same_bytes(saved[0], pages[0].n, saved[1], pages[1].n, 6, "behind a page", "a page");
 }
 
+/* Discards all that it can of sequence 0, and gives the rows back as they were appended, those of removed tokens too. */
+static int restore_everything(tkv_cache *kv, const float *k, int n) {
+    int start, m, n_discarded = 0, n_runs = 0;
+    CHECK_EQ(tkv_seq_discard(kv, 0, n, &n_discarded), TKV_OK);
+    while (n_runs++ < n && tkv_seq_find_discarded(kv, 0, &start, &m) == TKV_OK && m)
+        CHECK_EQ(tkv_restore(kv, 0, 0, start, k + start * D, k + start * D, m), TKV_OK);
+    return n_discarded;
+}
+
+/* A block that is restored is coded without the tokens that are gone by now. If they went before it was coded, it gets
+ * the bytes that it had; if they went later, its scales know them no more. */
+TEST(restored_blocks_hold_nothing_of_removed_tokens) {
+    static const tkv_format keys[] = {TKV_KIVI4, TKV_KIVI2, TKV_Q8, TKV_A40, TKV_INT4, TKV_F16};
+    static float k[2][600 * D];
+    static unsigned char file[2][1 << 20], before[1 << 20];
+    int f, late, which, i, t;
+    for (which = 0; which < 2; which++)
+        for (i = 0; i < 600 * D; i++) k[which][i] = (float)(i * 37 % 101 - 50) / 25;
+    for (i = 70 * D; i < 80 * D; i++) k[1][i] = (float)(i % 7) * 35;
+    for (f = 0; f < (int)(sizeof keys / sizeof *keys); f++)
+        for (late = 0; late < 2; late++) {
+            size_t size[2], size_before;
+            for (which = 0; which < 2; which++) {
+                tkv_config cfg = make_sized_config(1, 1, 1, D, 1, 64);
+                const tkv_save_params p = save_params(0);
+                tkv_cache *kv;
+                cfg.tiers.warm = cfg.tiers.archive = pair_of(keys[f], TKV_KIVI4);
+                kv = create_cache(&cfg);
+                for (t = 0; t < 600; t += 40) {
+                    CHECK_EQ(tkv_append(kv, 0, 0, k[which] + t * D, k[which] + t * D, 40), TKV_OK);
+                    if (!late && t == 80) CHECK_EQ(tkv_seq_remove(kv, 0, 70, 80), TKV_OK);
+                }
+                if (late) CHECK_EQ(tkv_seq_remove(kv, 0, 70, 80), TKV_OK);
+                CHECK_EQ(tkv_seq_save(kv, &p, before, sizeof before, &size_before), TKV_OK);
+                CHECK(restore_everything(kv, k[which], 300) >= 128);
+                CHECK_EQ(tkv_seq_save(kv, &p, file[which], sizeof *file, &size[which]), TKV_OK);
+                if (!late) CHECK(size_before == size[which] && !memcmp(before, file[which], size_before));
+                check_cache(kv);
+                tkv_destroy(kv);
+            }
+            if (!late || keys[f] != TKV_A40) /* a table may have learned from them while they were there */
+                CHECK_MSG(size[0] == size[1] && !memcmp(file[0], file[1], size[0]), "%s, %s",
+                          tkv_get_name(TKV_NAME_FORMAT, keys[f]), late ? "removed late" : "removed before");
+        }
+}
+
+/* The squares of large values are infinities. Tokens with such values are removed while they are exact, so what the
+ * layer learns from attention, and with it the tables, knows nothing of them: in decoding, and in a prefill. */
+TEST(tables_know_nothing_of_large_removed_values) {
+    static float k[600 * 2 * D], v[600 * 2 * D], out[64 * 2 * D];
+    static unsigned char file[2][1 << 20];
+    int rows, which, i, t;
+    for (rows = 1; rows <= 40; rows += 39) {
+        size_t size[2];
+        for (which = 0; which < 2; which++) {
+            tkv_config cfg = make_sized_config(1, 2, 2, D, 1, 160);
+            const tkv_save_params p = save_params(0);
+            tkv_cache *kv;
+            cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+            cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_A40, TKV_R40);
+            cfg.tiers.hot_tokens = 300;
+            for (i = 0; i < 600 * 2 * D; i++) k[i] = v[i] = (float)(i * 37 % 101 - 50) / 25;
+            for (t = 70; t < 80; t++)
+                for (i = 0; i < D; i++) v[t * 2 * D + i] = which ? 1e30f : 1.0f;
+            kv = create_cache(&cfg);
+            CHECK_EQ(tkv_append(kv, 0, 0, k, v, 160), TKV_OK);
+            CHECK_EQ(tkv_seq_remove(kv, 0, 70, 80), TKV_OK);
+            for (t = 160; t < 600; t += rows) {
+                CHECK_EQ(tkv_append(kv, 0, 0, k + t * 2 * D, v + t * 2 * D, rows), TKV_OK);
+                CHECK_EQ(tkv_attend(kv, 0, 0, k + t * 2 * D, rows, out), TKV_OK);
+            }
+            CHECK_EQ(tkv_seq_save(kv, &p, file[which], sizeof *file, &size[which]), TKV_OK);
+            tkv_destroy(kv);
+        }
+        CHECK_MSG(size[0] == size[1] && !memcmp(file[0], file[1], size[0]), "%d rows", rows);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(nothing_of_removed_tokens_is_saved);
     RUN(nothing_of_removed_tokens_is_saved_from_outside_ram);
     RUN(nothing_of_later_tokens_is_in_a_page);
+    RUN(restored_blocks_hold_nothing_of_removed_tokens);
+    RUN(tables_know_nothing_of_large_removed_values);
     return tkv_test_end();
 }

@@ -967,7 +967,8 @@ static uint32_t tkvi_rows_far_from(const tkvi_work_tile *u, int i) {
 
 /* Writes |v|^2 of the n tokens of a block, and 0 for the other slots. bytes: of the record's V. Only ratios between the
  * heads of a layer count. So a layer with one head gets 1 for each token, and so does V inside K, whose norms would
- * have to be decoded. */
+ * have to be decoded. A norm beyond 1e15 counts as that: sums of infinities would be NaN, with a weight of 0 too, as
+ * tokens have that are gone or not seen. */
 static TKVI_NOINLINE void tkvi_value_squares(const tkvi_work_tile *u, const tkvi_record *rec,
                                              const uint8_t *bytes, int n, float *squares) {
     const tkvi_geometry *g = &u->call->plan->geometry;
@@ -975,16 +976,15 @@ static TKVI_NOINLINE void tkvi_value_squares(const tkvi_work_tile *u, const tkvi
     const int at_once = tkvi_max(1, tkvi_min(TKVI_BLOCK, 1024 / g->v_head_dim));
     float x[1024];
     int t, k;
-    if (rec->v.format->rotated && g->n_kv_heads > 1) {
-        tkvi_r_squares(&rec->v, simd_ops, bytes, squares);
-        return;
-    }
     for (t = 0; t < TKVI_BLOCK; t++) squares[t] = t < n ? 1.0f : 0.0f;
-    for (t = 0; t < n && g->n_kv_heads > 1 && !tkvi_is_view(&rec->v); t += at_once) {
+    if (g->n_kv_heads == 1 || tkvi_is_view(&rec->v)) return;
+    if (rec->v.format->rotated) tkvi_r_squares(&rec->v, simd_ops, bytes, squares);
+    for (t = 0; t < n && !rec->v.format->rotated; t += at_once) {
         const int some = tkvi_min(at_once, n - t);
         tkvi_values(&rec->v, simd_ops, bytes, t, some, x, (size_t)g->v_head_dim);
         for (k = 0; k < some; k++) squares[t + k] = tkvi_sum_of_squares(x + k * g->v_head_dim, g->v_head_dim);
     }
+    for (t = 0; t < TKVI_BLOCK; t++) squares[t] = squares[t] < 1e30f ? squares[t] : 1e30f;
 }
 
 /* Adds the sums of p^2 |v|^2 of a block to far_attention of `rows`. */

@@ -4,8 +4,9 @@
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
  * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
- * same as before, unless tokens of it were evicted or what its format learned from queries has changed. A block that
- * a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
+ * same as before, unless tokens of it went after it was coded or what its format learned from queries has changed. A
+ * block that a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding
+ * errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
@@ -231,6 +232,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
+    uint64_t used;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
     if (b->refs > 1) { /* the others may see more tokens of it than there are rows */
@@ -246,11 +248,12 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     }
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
+    used = tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer),
+                          i); /* rows of tokens that are gone do not come back */
     for (t = 0; t < n; t++)
-        for (h = 0; h < hot->n_kv_heads; h++) {
+        for (h = 0; h < hot->n_kv_heads && used >> t & 1; h++) {
             const tkvi_record *record = &hot->record[h];
-            /* Slots that the entry does not have repeat its first row, which fits the scales of the block. */
-            const int row = tkvi_slot_index(kv, id, tkvi_max(t, kv->pool.entry[id].first_slot)) - start;
+            const int row = tkvi_slot_index(kv, id, t) - start;
             tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
             tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + record->at + record->v_at);
@@ -258,8 +261,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     recoding.kv = kv;
     recoding.layer = layer;
     recoding.start = b->first_position;
-    recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
-    recoding.dead_mask = 0; /* and their rows, so that the others get the bytes that they had */
+    recoding.live_mask = tkvi_slots_before(n); /* tokens that are gone keep their slots, but do not count */
+    recoding.dead_mask = used ? recoding.live_mask & ~used : 0;
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];
