@@ -3721,9 +3721,9 @@ TKV_API tkv_status tkv_seq_find_discarded(const tkv_cache *kv, int seq, int *sta
  *   k, v   as they were first appended, in the shapes of tkv_append
  *
  * The blocks return to their format through their last two formats, so the bytes are those of before. Exceptions: a
- * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens were
- * removed before the block was coded: the rows of these count again, and its scales know them. The bytes count in the
- * budget, and other blocks are reclaimed for them, as for an append.
+ * budget recoded the block more often, evicted tokens were compacted, the statistics of SQUAT changed, or tokens went
+ * after the block was coded: rows of tokens that are gone do not count, so its scales fit the others better. The bytes
+ * count in the budget, and other blocks are reclaimed for them, as for an append.
  * Errors, nothing changed except reclaimed blocks:
  *   TKV_ERR_STATE       earlier tokens are still discarded, or a step is open
  *   TKV_ERR_RANGE       a part of a block, or beyond the layer's length
@@ -35034,7 +35034,8 @@ static void tkvi_follow_meter(tkv_cache *kv) {
     tkv_advice advice;
     float score;
     int i, hot;
-    if (!TKVI_HAS_METER || !m || !m->feedback || tkvi_has_budget(kv) || kv->pool.keep_all) return;
+    if (!TKVI_HAS_METER || !m || !m->feedback) return;
+    TKVI_ASSERT(!tkvi_has_budget(kv) && !kv->pool.keep_all); /* meter.target is refused there */
     memset(&sum, 0, sizeof sum);
     for (i = 0; i < m->n; i++) tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
     if (sum.samples < m->scored.samples) memset(&m->scored, 0, sizeof m->scored); /* tkv_reset_quality */
@@ -36022,7 +36023,8 @@ static uint32_t tkvi_rows_far_from(const tkvi_work_tile *u, int i) {
 
 /* Writes |v|^2 of the n tokens of a block, and 0 for the other slots. bytes: of the record's V. Only ratios between the
  * heads of a layer count. So a layer with one head gets 1 for each token, and so does V inside K, whose norms would
- * have to be decoded. */
+ * have to be decoded. A norm beyond 1e15 counts as that: sums of infinities would be NaN, with a weight of 0 too, as
+ * tokens have that are gone or not seen. */
 static TKVI_NOINLINE void tkvi_value_squares(const tkvi_work_tile *u, const tkvi_record *rec,
                                              const uint8_t *bytes, int n, float *squares) {
     const tkvi_geometry *g = &u->call->plan->geometry;
@@ -36030,16 +36032,15 @@ static TKVI_NOINLINE void tkvi_value_squares(const tkvi_work_tile *u, const tkvi
     const int at_once = tkvi_max(1, tkvi_min(TKVI_BLOCK, 1024 / g->v_head_dim));
     float x[1024];
     int t, k;
-    if (rec->v.format->rotated && g->n_kv_heads > 1) {
-        tkvi_r_squares(&rec->v, simd_ops, bytes, squares);
-        return;
-    }
     for (t = 0; t < TKVI_BLOCK; t++) squares[t] = t < n ? 1.0f : 0.0f;
-    for (t = 0; t < n && g->n_kv_heads > 1 && !tkvi_is_view(&rec->v); t += at_once) {
+    if (g->n_kv_heads == 1 || tkvi_is_view(&rec->v)) return;
+    if (rec->v.format->rotated) tkvi_r_squares(&rec->v, simd_ops, bytes, squares);
+    for (t = 0; t < n && !rec->v.format->rotated; t += at_once) {
         const int some = tkvi_min(at_once, n - t);
         tkvi_values(&rec->v, simd_ops, bytes, t, some, x, (size_t)g->v_head_dim);
         for (k = 0; k < some; k++) squares[t + k] = tkvi_sum_of_squares(x + k * g->v_head_dim, g->v_head_dim);
     }
+    for (t = 0; t < TKVI_BLOCK; t++) squares[t] = squares[t] < 1e30f ? squares[t] : 1e30f;
 }
 
 /* Adds the sums of p^2 |v|^2 of a block to far_attention of `rows`. */
@@ -41610,8 +41611,9 @@ TKV_API tkv_status tkv_seq_keep(tkv_cache *kv, int seq, int first, const int *in
  *
  * Recomputed keys and values are stored as an append stores them: first in the hot format, then recoded as the
  * block was before. A block stores its last two layouts after the hot one. If it had no others, its bytes are the
- * same as before, unless tokens of it were evicted or what its format learned from queries has changed. A block that
- * a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding errors.
+ * same as before, unless tokens of it went after it was coded or what its format learned from queries has changed. A
+ * block that a budget recoded three times or more is recoded only to its last two layouts. It then has fewer rounding
+ * errors.
  */
 #ifndef TKVI_STEP_RECOMPUTE_H
 #define TKVI_STEP_RECOMPUTE_H
@@ -41835,6 +41837,7 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     tkvi_recoding recoding;
     uint32_t page;
     uint8_t *bytes;
+    uint64_t used;
     int layouts[TKV_TIER_COUNT + 1], n_layouts = tkvi_restore_layouts(kv, seq, layer, i, layouts), s, h, t;
     hot = &kv->tables.layout[layouts[0]];
     if (b->refs > 1) { /* the others may see more tokens of it than there are rows */
@@ -41850,11 +41853,12 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     }
     bytes = tkvi_block_bytes(&kv->pool, b);
     memset(bytes, 0, hot->bytes.total);
+    used = tkvi_used_mask(kv, list, tkvi_ids(kv, seq, layer),
+                          i); /* rows of tokens that are gone do not come back */
     for (t = 0; t < n; t++)
-        for (h = 0; h < hot->n_kv_heads; h++) {
+        for (h = 0; h < hot->n_kv_heads && used >> t & 1; h++) {
             const tkvi_record *record = &hot->record[h];
-            /* Slots that the entry does not have repeat its first row, which fits the scales of the block. */
-            const int row = tkvi_slot_index(kv, id, tkvi_max(t, kv->pool.entry[id].first_slot)) - start;
+            const int row = tkvi_slot_index(kv, id, t) - start;
             tkvi_store_row(&record->k, kv->kernels->simd_ops, k, row, h, t, saturate, bytes + record->at);
             tkvi_store_row(&record->v, kv->kernels->simd_ops, v, row, h, t, saturate,
                            bytes + record->at + record->v_at);
@@ -41862,8 +41866,8 @@ static void tkvi_restore_block(tkv_cache *kv, int seq, int layer, int i, const t
     recoding.kv = kv;
     recoding.layer = layer;
     recoding.start = b->first_position;
-    recoding.live_mask = ~(uint64_t)0 >> (TKVI_BLOCK - n); /* evicted tokens keep their slots */
-    recoding.dead_mask = 0; /* and their rows, so that the others get the bytes that they had */
+    recoding.live_mask = tkvi_slots_before(n); /* tokens that are gone keep their slots, but do not count */
+    recoding.dead_mask = used ? recoding.live_mask & ~used : 0;
     for (s = 1; s < n_layouts; s++) {
         recoding.from = &kv->tables.layout[layouts[s - 1]];
         recoding.to = &kv->tables.layout[layouts[s]];

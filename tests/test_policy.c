@@ -437,9 +437,8 @@ static void *observe_random_pressures(void *arg) {
 TEST(threads) {
 #if defined(__wasm__)
     SKIP("no threads");
-#elif !defined(__GNUC__) && !defined(__clang__)
-    SKIP("no atomics");
 #else
+    NEEDS_ATOMICS;
     tkv_pressure p = make_profile(TKV_PROFILE_DEFAULT);
     tkv_pressure_info i;
     pthread_t t[THREADS];

@@ -292,11 +292,8 @@ TEST(decode_splits_keys_prefill_splits_queries) {
     init_workers(&w, 3);
     kv = make_filled_cache(&many_tiers, &w);
     CHECK_EQ(make_call(kv, DECODE, q, &o), TKV_OK);
-#if defined(__GNUC__) || defined(__clang__)
-    CHECK(w.most_tasks > KV_HEADS); /* without splits, each KV head is one work tile */
-#else                               /* without atomics, a call is only cut into work tiles */
-    CHECK_EQ(w.most_tasks, KV_HEADS);
-#endif
+    /* with splits more than the work tiles, which are one for each KV head; without atomics there are no splits */
+    CHECK(HAS_ATOMICS ? w.most_tasks > KV_HEADS : w.most_tasks == KV_HEADS);
     CHECK_EQ(w.most_tasks % KV_HEADS, 0);
     w.most_tasks = 0;
     CHECK_EQ(make_call(kv, PREFILL, q, &o), TKV_OK);
@@ -434,9 +431,7 @@ TEST(tables_do_not_depend_on_threads) {
     }
     kv = make_filled_cache(&no_table_yet, NULL);
     CHECK_EQ(save_table(kv, without_attention), bytes);
-#if defined(__GNUC__) || defined(__clang__)
-    CHECK(memcmp(first, without_attention, bytes) != 0); /* attention changes the table */
-#endif
+    if (HAS_ATOMICS) CHECK(memcmp(first, without_attention, bytes) != 0); /* attention changes the table */
     tkv_destroy(kv);
     for (i = 0; i < 5; i++) {
         workers w;
@@ -505,17 +500,14 @@ static void check_quality(const contents *c) {
 }
 
 TEST(quality_does_not_depend_on_threads) {
-#if defined(__GNUC__) || defined(__clang__)
+    NEEDS_ATOMICS;
     check_quality(&metered);
     if (!tkv_test_quick()) check_quality(&metered_shared);
-#else
-    SKIP("no atomics, no meter");
-#endif
 }
 
 /* Attention scores do not depend on threads. Outputs are the same with scores and without. */
 TEST(importance_does_not_depend_on_threads) {
-#if defined(__GNUC__) || defined(__clang__)
+    NEEDS_ATOMICS;
     static const int threads[] = {1, 2, 7};
     static outputs want[N_CALLS], o;
     static float first[800], now[800];
@@ -556,9 +548,6 @@ TEST(importance_does_not_depend_on_threads) {
         pthread_mutex_destroy(&w.lock);
     }
     free(q);
-#else
-    SKIP("no atomics, no scores");
-#endif
 }
 
 /* >>quality scores from many threads, while another one requests advice */
@@ -573,9 +562,7 @@ static void *observe_scores(void *arg) {
 }
 
 TEST(scores_from_many_threads) {
-#if !defined(__GNUC__) && !defined(__clang__)
-    SKIP("no atomics");
-#else
+    NEEDS_ATOMICS;
     pthread_t thread[SCORE_THREADS];
     tkv_feedback f;
     tkv_feedback_info info;
@@ -600,7 +587,6 @@ TEST(scores_from_many_threads) {
     CHECK_EQ(info.scores, SCORE_THREADS * SCORES_EACH);
     CHECK_EQ(info.finer, finer);
     CHECK_EQ(info.cheaper, cheaper);
-#endif
 }
 
 /* >>memory pressure reported by other threads during appends */
@@ -613,9 +599,7 @@ static void *report_pressure(void *user) {
 }
 
 TEST(pressure_from_many_threads) {
-#if !defined(__GNUC__) && !defined(__clang__)
-    SKIP("no atomics");
-#else
+    NEEDS_ATOMICS;
     static float k[32], v[32];
     pthread_t thread[SCORE_THREADS];
     tkv_config cfg = tkv_default_config();
@@ -632,7 +616,6 @@ TEST(pressure_from_many_threads) {
     CHECK_EQ(bad, 0);
     CHECK_EQ(tkv_check(kv, NULL, 0), TKV_OK);
     tkv_destroy(kv);
-#endif
 }
 
 /* >>everything at once: attention, reports, observers and rules from many threads, beside a writer. TKV_SOAK_SECONDS=N
@@ -932,9 +915,7 @@ static double monotonic_seconds(void) {
 }
 
 TEST(everything_at_once) {
-#if !defined(__GNUC__) && !defined(__clang__)
-    SKIP("no atomics");
-#else
+    NEEDS_ATOMICS;
     static void *(*const runs[])(void *) = {run_reporter, run_observer, run_rules};
     enum { MEMBERS = ATTENDERS + 3 };
     static crowd c;
@@ -984,7 +965,6 @@ TEST(everything_at_once) {
     pthread_mutex_destroy(&c.lock);
     free(q);
     prefill_rows = MAX_ROWS;
-#endif
 }
 
 #else /* no threads on this platform */

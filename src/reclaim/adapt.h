@@ -85,7 +85,8 @@ static void tkvi_follow_meter(tkv_cache *kv) {
     tkv_advice advice;
     float score;
     int i, hot;
-    if (!TKVI_HAS_METER || !m || !m->feedback || tkvi_has_budget(kv) || kv->pool.keep_all) return;
+    if (!TKVI_HAS_METER || !m || !m->feedback) return;
+    TKVI_ASSERT(!tkvi_has_budget(kv) && !kv->pool.keep_all); /* meter.target is refused there */
     memset(&sum, 0, sizeof sum);
     for (i = 0; i < m->n; i++) tkvi_error_sums_add(&sum, &m->head_probe[i].sum);
     if (sum.samples < m->scored.samples) memset(&m->scored, 0, sizeof m->scored); /* tkv_reset_quality */
