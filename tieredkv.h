@@ -33216,6 +33216,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                              from->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, from->block);
     tkvi_advance_start(kv, list, ids, i + 1);
+    tkvi_wipe_unused(kv, layer, from->block, i + 1);
 }
 
 /* Merges blocks i and i + 1 of a list if all their tokens fit into one. Returns 1 if it did. */
@@ -39325,6 +39326,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
+    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -40641,6 +40643,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
     tkvi_forget_tokens(kv, seq, first_index); /* those behind have seen a token that is gone */
+    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -41292,6 +41295,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &slide.gone);
     tkvi_forget_tokens(kv, seq, slide.gone.from);
+    tkvi_wipe_work_space(kv);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = slide.gone.to - slide.gone.from;

@@ -1003,6 +1003,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
+    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
