@@ -2866,8 +2866,8 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed (but a full budget may first code tokens, and evict those of other sequences):
- *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction; or a fork shares it;
- *                   or a step is open
+ *   TKV_ERR_STATE   a token from `first` on is compressed or expired, or an eviction merged its block or freed the one
+ *                   behind it; or a fork shares it; or a step is open
  *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
  *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...
@@ -41356,7 +41356,8 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     }
 }
 
-/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. */
+/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. Entries that list
+ * their tokens are refused, exact ones too: an eviction merged their block, or freed the one behind it. */
 static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
