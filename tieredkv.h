@@ -28381,7 +28381,7 @@ static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
 static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return tkvi_max(0, list->len + list->shift);
+    return TKVI_HAS_MOVES ? tkvi_max(0, list->len + list->shift) : list->len;
 }
 
 /* The shift of the last token that is there among the first n of a sequence, in any layer: of this one if it is there
@@ -38615,8 +38615,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    list->shift = position - list->len;
-    list->is_moved |= list->shift != 0;
+    if (TKVI_HAS_MOVES) list->shift = position - list->len;
+    list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
@@ -39197,7 +39197,7 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len, int s
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     list->len = len;
-    list->shift = shift;
+    if (TKVI_HAS_MOVES) list->shift = shift;
     list->is_moved |= shift != 0;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
@@ -42839,7 +42839,7 @@ static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (list->shift && !list->is_moved)
+    if (TKVI_HAS_MOVES && list->shift && !list->is_moved)
         return tkvi_report_broken(k, "the next position is not the length of layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
@@ -42854,7 +42854,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     tkv_status st = tkvi_check_counts(k, seq, layer);
     int i, shift;
     for (i = 0; i < list->n && !st; i++) st = tkvi_check_entry(k, seq, layer, i);
-    if (!st && list->n &&
+    if (TKVI_HAS_MOVES && !st && list->n &&
         tkvi_last_index(k->kv, list, tkvi_ids(k->kv, seq, layer), list->len, &shift) == list->len - 1 &&
         list->shift != shift)
         st = tkvi_report_broken(k, "the next position does not follow the last token of layer", layer);
