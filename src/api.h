@@ -1004,8 +1004,8 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed (but a full budget may first code tokens, and evict those of other sequences):
- *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction; or a fork shares it;
- *                   or a step is open
+ *   TKV_ERR_STATE   a token from `first` on is compressed or expired, or an eviction merged its block or freed the one
+ *                   behind it; or a fork shares it; or a step is open
  *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
  *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...

@@ -1129,6 +1129,30 @@ TEST(layers_go_on_at_the_same_position) {
     }
 }
 
+/* An eviction that frees a block makes the one before it list its tokens. tkv_seq_keep refuses these, though they are
+ * exact, and nothing changes. */
+TEST(tokens_before_a_freed_block_are_not_kept) {
+    static const int indices[] = {60, 61, 135};
+    uint64_t victims[3] = {0, 0, 0};
+    tkv_config cfg = make_sized_config(1, 1, 1, 16, 1, 200);
+    tkv_cache *kv;
+    float k[16], v[16];
+    int t;
+    cfg.tiers.hot = pair_of(TKV_F32, TKV_F32);
+    cfg.tiers.hot_tokens = TKV_UNLIMITED;
+    cfg.evict.policy = TKV_EVICT_H2O;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 140, 140), TKV_OK);
+    for (t = 68; t < 132; t++) add_to_mask(victims, t);
+    CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, victims, 140), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 60, indices, 3), TKV_ERR_STATE);
+    CHECK_EQ(tkv_get_length(kv, 0, 0), 140);
+    CHECK_EQ(tkv_read(kv, 0, 0, 67, 1, k, v), TKV_OK);
+    CHECK_EQ(tkv_seq_keep(kv, 0, 132, indices + 2, 1), TKV_OK); /* behind it they are kept */
+    check_cache(kv);
+    tkv_destroy(kv);
+}
+
 /* >>positions of new tokens */
 /* An append without positions ends before 2^30, as one with positions does. */
 TEST(positions_end_before_2_to_the_30) {
@@ -3277,6 +3301,7 @@ int main(int argc, char **argv) {
     RUN(removed_tokens_refuse_no_move);
     RUN(a_cut_before_the_first_token_goes_on_at_0);
     RUN(layers_go_on_at_the_same_position);
+    RUN(tokens_before_a_freed_block_are_not_kept);
     RUN(positions_end_before_2_to_the_30);
     RUN(tokens_take_the_positions_given);
     RUN(positions_can_go_back);

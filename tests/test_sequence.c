@@ -2539,7 +2539,7 @@ static void append_marked(marked_cache *m, int seq, int n) {
     }
 }
 
-static void make_marked(marked_cache *m, int n_anchors, int window) {
+static void make_marked_with(marked_cache *m, int n_anchors, int window, tkv_evict_policy policy) {
     tkv_config cfg = make_sized_config(1, 1, 1, 16, 3, 512);
     m->p.bytes = (uint8_t *)calloc(1, WIPE_BYTES);
     m->p.used = 0;
@@ -2555,11 +2555,16 @@ static void make_marked(marked_cache *m, int n_anchors, int window) {
         cfg.tiers.hot_tokens = 1;
         cfg.importance.sample_every = 1;
     }
+    cfg.evict.policy = policy;
     cfg.host.wipe_freed = 1;
     cfg.host.allocator.user = &m->p;
     cfg.host.allocator.alloc = keep_alloc;
     cfg.host.allocator.release = keep_release;
     m->kv = create_cache(&cfg);
+}
+
+static void make_marked(marked_cache *m, int n_anchors, int window) {
+    make_marked_with(m, n_anchors, window, TKV_EVICT_NONE);
 }
 
 static void destroy_marked(marked_cache *m) {
@@ -2764,6 +2769,27 @@ TEST(expired_blocks_are_wiped_for_their_last_holder) {
         for (n_first = 1; n_first < 140; n_first += 64) check_expiry_of_shared_blocks(removed, n_first);
 }
 
+/* After an eviction, exact tokens of a block fill the block before it. No copy stays where they were. */
+TEST(tokens_that_fill_another_block_are_wiped) {
+    uint64_t victims[4] = {0, 0, 0, 0};
+    marked_cache m;
+    tkv_layer_info info;
+    int t;
+    make_marked_with(&m, 0, 0, TKV_EVICT_H2O);
+    append_marked(&m, 0, 200);
+    for (t = 4; t < 52; t++) add_to_mask(victims, t);
+    CHECK_EQ(evict_tokens(m.kv, 0, TKV_ALL_LAYERS, victims, 200), TKV_OK);
+    CHECK_EQ(tkv_get_layer(m.kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(info.evicted, 48);
+    check_marked(&m, 0, 52, 52, 200);
+    CHECK_EQ(n_in_memory(&m, 4, 52), 0); /* their block was written again */
+    CHECK_EQ(tkv_seq_remove(m.kv, 0, 60, 180), TKV_OK);
+    CHECK_EQ(n_in_memory(&m, 60, 180), 0);
+    check_marked(&m, 0, 52, 52, 60);
+    check_marked(&m, 0, 180, 180, 200);
+    destroy_marked(&m);
+}
+
 /* Anchors have exact copies in blocks of their own. */
 TEST(removed_anchors_are_wiped) {
     enum { N = 300 };
@@ -2874,6 +2900,7 @@ int main(int argc, char **argv) {
     RUN(wiping_knows_who_holds_a_token);
     RUN(slides_and_windows_wipe);
     RUN(expired_blocks_are_wiped_for_their_last_holder);
+    RUN(tokens_that_fill_another_block_are_wiped);
     RUN(removed_anchors_are_wiped);
     RUN(windows_expire_old_tokens);
     RUN(windows_and_the_longest_truncation);

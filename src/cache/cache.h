@@ -576,7 +576,7 @@ static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
 static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return tkvi_max(0, list->len + list->shift);
+    return TKVI_HAS_MOVES ? tkvi_max(0, list->len + list->shift) : list->len;
 }
 
 /* The shift of the last token that is there among the first n of a sequence, in any layer: of this one if it is there

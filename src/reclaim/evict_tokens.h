@@ -229,6 +229,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                              from->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, from->block);
     tkvi_advance_start(kv, list, ids, i + 1);
+    tkvi_wipe_unused(kv, layer, from->block, i + 1);
 }
 
 /* Merges blocks i and i + 1 of a list if all their tokens fit into one. Returns 1 if it did. */

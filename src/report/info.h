@@ -844,7 +844,7 @@ static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (list->shift && !list->is_moved)
+    if (TKVI_HAS_MOVES && list->shift && !list->is_moved)
         return tkvi_report_broken(k, "the next position is not the length of layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
@@ -859,7 +859,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     tkv_status st = tkvi_check_counts(k, seq, layer);
     int i, shift;
     for (i = 0; i < list->n && !st; i++) st = tkvi_check_entry(k, seq, layer, i);
-    if (!st && list->n &&
+    if (TKVI_HAS_MOVES && !st && list->n &&
         tkvi_last_index(k->kv, list, tkvi_ids(k->kv, seq, layer), list->len, &shift) == list->len - 1 &&
         list->shift != shift)
         st = tkvi_report_broken(k, "the next position does not follow the last token of layer", layer);

@@ -52,7 +52,8 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     }
 }
 
-/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. */
+/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. Entries that list
+ * their tokens are refused, exact ones too: an eviction merged their block, or freed the one behind it. */
 static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);

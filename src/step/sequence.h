@@ -292,8 +292,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    list->shift = position - list->len;
-    list->is_moved |= list->shift != 0;
+    if (TKVI_HAS_MOVES) list->shift = position - list->len;
+    list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
@@ -874,7 +874,7 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len, int s
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     list->len = len;
-    list->shift = shift;
+    if (TKVI_HAS_MOVES) list->shift = shift;
     list->is_moved |= shift != 0;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
@@ -1003,6 +1003,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
+    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
