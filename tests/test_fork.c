@@ -632,6 +632,56 @@ TEST(the_meter_goes_with_its_sequence) {
     tkv_destroy(kv);
 }
 
+/* Removals leave two short neighbours, of which a fork holds the first or the second one too. Merging them would change
+ * the bytes that the other sequence reads, or code tokens again and free nothing. */
+TEST(a_shared_block_is_not_merged) {
+    enum { N = 4 + 6 * 64, WIDTH = 32 };
+    static const uint64_t victim[N / 64 + 1] = {0, 0, 0, 0, 1}; /* a token behind them */
+    static float k[N * WIDTH], v[N * WIDTH], was[2][N * WIDTH], now[N * WIDTH];
+    int second;
+    for (second = 0; second < 2; second++) {
+        tkv_config cfg = make_sized_config(1, 2, 1, WIDTH, 2, 64);
+        tkv_rng r = tkv_rng_seed(8);
+        tkv_layer_info info;
+        tkv_cache *kv;
+        tkv_evict_params evict;
+        int t, from, n_blocks;
+        cfg.tiers.hot_tokens = TKV_OFF;
+        cfg.tiers.warm = cfg.tiers.archive = pair_of(TKV_KIVI4, TKV_KIVI4);
+        cfg.evict.policy = TKV_EVICT_SLIDING;
+        kv = create_cache(&cfg);
+        tkv_rng_fill(&r, k, N * WIDTH, 1.0);
+        tkv_rng_fill(&r, v, N * WIDTH, 1.0);
+        for (t = 0; t < N; t += t ? 64 : 4)
+            CHECK_EQ(tkv_append(kv, 0, 0, k + t * WIDTH, v + t * WIDTH, t ? 64 : 4), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, 0, 1, second ? TKV_UNLIMITED : 4 + 2 * 64), TKV_OK);
+        for (t = tkv_get_length(kv, 1, 0); t < N; t += 64)
+            CHECK_EQ(tkv_append(kv, 1, 0, k + t * WIDTH, v + t * WIDTH, 64), TKV_OK);
+        if (second)
+            CHECK_EQ(tkv_seq_remove(kv, 0, 4 + 64, 4 + 2 * 64), TKV_OK); /* the first is the fork's alone */
+        from = second ? 4 + 2 * 64 : 0;
+        CHECK_EQ(tkv_read(kv, 0, 0, from, N - from, was[0], v), TKV_OK);
+        CHECK_EQ(tkv_read(kv, 1, 0, 4 + 64, 10, was[1], v), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, 1, 4 + 64 + 10, 4 + 2 * 64), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, 1, 4 + 2 * 64 + 10, 4 + 3 * 64), TKV_OK);
+        CHECK_EQ(tkv_get_layer(kv, 1, 0, &info), TKV_OK);
+        n_blocks = info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE];
+        memset(&evict, 0, sizeof evict);
+        evict.seq = 1;
+        evict.victims = victim;
+        evict.n_victims = N;
+        CHECK_EQ(tkv_evict(kv, &evict), TKV_OK); /* and merges */
+        CHECK_EQ(tkv_get_layer(kv, 1, 0, &info), TKV_OK);
+        CHECK_EQ(info.blocks[TKV_TIER_WARM] + info.blocks[TKV_TIER_ARCHIVE], n_blocks);
+        CHECK_EQ(tkv_read(kv, 0, 0, from, N - from, now, v), TKV_OK);
+        CHECK_MEM(now, was[0], (size_t)(N - from) * WIDTH * sizeof *now);
+        CHECK_EQ(tkv_read(kv, 1, 0, 4 + 64, 10, now, v), TKV_OK);
+        CHECK_MEM(now, was[1], 10 * WIDTH * sizeof *now);
+        check_cache_at(kv, "not merged", second);
+        tkv_destroy(kv);
+    }
+}
+
 TEST(forks_are_refused_with_a_reason) {
     static const int beams[] = {1, 0}, beyond[] = {0, 2};
     tkv_config cfg = make_config(2, 3);
@@ -803,6 +853,7 @@ int main(int argc, char **argv) {
     RUN(forks_without_memory_change_nothing);
     RUN(reorders_without_memory_change_nothing);
     RUN(the_meter_goes_with_its_sequence);
+    RUN(a_shared_block_is_not_merged);
     RUN(forks_are_refused_with_a_reason);
     RUN(a_budget_counts_shared_tokens_once);
     RUN(a_discarded_block_ages_in_a_fork);
