@@ -2867,8 +2867,8 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
  * `first` are dropped. A reservation ends.
  *   indices   [n] rising, first or more; n 0: as tkv_seq_truncate
  * Errors, no token changed (but a full budget may first code tokens, and evict those of other sequences):
- *   TKV_ERR_STATE   a token from `first` on is compressed, expired or merged after an eviction; or a fork shares it;
- *                   or a step is open
+ *   TKV_ERR_STATE   a token from `first` on is compressed or expired, or an eviction merged its block or freed the one
+ *                   behind it; or a fork shares it; or a step is open
  *   TKV_ERR_RANGE   there is no token with one of the indices; or a window expired tokens that the last kept one
  *                   sees
  *   TKV_ERR_UNSUPPORTED   there are anchors, and the indices are not first, first + 1, ...
@@ -28393,7 +28393,7 @@ static int tkvi_index_position(const tkv_cache *kv, const tkvi_list *list, const
 /* The position that follows the last token of a list, or 0 if that token is gone and would be before 0. */
 static int tkvi_next_position(const tkv_cache *kv, int seq, int layer) {
     const tkvi_list *list = tkvi_list_of(kv, seq, layer);
-    return tkvi_max(0, list->len + list->shift);
+    return TKVI_HAS_MOVES ? tkvi_max(0, list->len + list->shift) : list->len;
 }
 
 /* The shift of the last token that is there among the first n of a sequence, in any layer: of this one if it is there
@@ -33267,6 +33267,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                              from->start); /* the block begins later now, and has other tokens */
     tkvi_forget_copy(&kv->pool, from->block);
     tkvi_advance_start(kv, list, ids, i + 1);
+    tkvi_wipe_unused(kv, layer, from->block, i + 1);
 }
 
 /* Merges blocks i and i + 1 of a list if all their tokens fit into one. Returns 1 if it did. */
@@ -38663,8 +38664,8 @@ static uint32_t tkvi_open_block(tkv_cache *kv, int seq, int layer, int position)
     const tkvi_plan *p = &kv->tables.plan[layer];
     tkvi_list *list = tkvi_list_of(kv, seq, layer);
     uint32_t *ids = tkvi_ids(kv, seq, layer), id;
-    list->shift = position - list->len;
-    list->is_moved |= list->shift != 0;
+    if (TKVI_HAS_MOVES) list->shift = position - list->len;
+    list->is_moved |= position != list->len;
     if (tkvi_tail_free_slots(kv, p, list, ids)) {
         id = ids[list->n - 1];
         if (tkvi_must_copy_tail(kv, list, ids)) {
@@ -39245,7 +39246,7 @@ static void tkvi_truncate_list(tkv_cache *kv, int seq, int layer, int len, int s
     tkvi_forget_meter_copies_in(kv, seq, layer, len, TKVI_FOREVER);
     if (n_kept < list->n) tkvi_unlist_blocks(list, ids, n_kept, list->n);
     list->len = len;
-    list->shift = shift;
+    if (TKVI_HAS_MOVES) list->shift = shift;
     list->is_moved |= shift != 0;
     list->expired = tkvi_min(list->expired, len);
     list->chunk_start = tkvi_min(list->chunk_start, len);
@@ -39374,6 +39375,7 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
+    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -40690,6 +40692,7 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
     tkvi_forget_tokens(kv, seq, first_index); /* those behind have seen a token that is gone */
+    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -41341,6 +41344,7 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &slide.gone);
     tkvi_forget_tokens(kv, seq, slide.gone.from);
+    tkvi_wipe_work_space(kv);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = slide.gone.to - slide.gone.from;
@@ -41401,7 +41405,8 @@ static void tkvi_copy_token(tkv_cache *kv, uint32_t from, int from_slot, uint32_
     }
 }
 
-/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. */
+/* Checks that the tokens of a layer from `first` on are exact, in RAM, and this sequence's alone. Entries that list
+ * their tokens are refused, exact ones too: an eviction merged their block, or freed the one behind it. */
 static tkv_status tkvi_check_keep(tkv_cache *kv, int layer, const tkvi_keep *keep) {
     const tkvi_list *list = tkvi_list_of(kv, keep->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, keep->seq, layer);
@@ -42883,7 +42888,7 @@ static tkv_status tkvi_check_counts(const tkvi_checker *k, int seq, int layer) {
         return tkvi_report_broken(k, "the last append began behind the end of layer", layer);
     if (list->expired < 0 || list->expired > list->len || list->len > kv->tables.cfg.limits.max_tokens)
         return tkvi_report_broken(k, "a length is out of range in layer", layer);
-    if (list->shift && !list->is_moved)
+    if (TKVI_HAS_MOVES && list->shift && !list->is_moved)
         return tkvi_report_broken(k, "the next position is not the length of layer", layer);
     if (list->n && list->len == list->expired)
         return tkvi_report_broken(k, "blocks without tokens, in layer", layer);
@@ -42898,7 +42903,7 @@ static tkv_status tkvi_check_list(const tkvi_checker *k, int seq, int layer) {
     tkv_status st = tkvi_check_counts(k, seq, layer);
     int i, shift;
     for (i = 0; i < list->n && !st; i++) st = tkvi_check_entry(k, seq, layer, i);
-    if (!st && list->n &&
+    if (TKVI_HAS_MOVES && !st && list->n &&
         tkvi_last_index(k->kv, list, tkvi_ids(k->kv, seq, layer), list->len, &shift) == list->len - 1 &&
         list->shift != shift)
         st = tkvi_report_broken(k, "the next position does not follow the last token of layer", layer);
