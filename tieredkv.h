@@ -2790,8 +2790,8 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens);
  * watching src.
  *
  * A shared block counts once in tkv_get_memory and in the budget, in the hottest tier that one of its sequences has it
- * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM, and its
- * tokens are not chosen for eviction, since that would free nothing. A reservation of src ends.
+ * in. It is coded again when the last of them has it in a colder tier. While it is shared it stays in RAM. A budget
+ * evicts its tokens last if it is short of pages, since that frees none. A reservation of src ends.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_RANGE      a window expired tokens that the last one of n_tokens sees, as in tkv_seq_truncate
  *   TKV_ERR_STATE      a step of src or dst is open

@@ -837,6 +837,73 @@ TEST(forks_under_a_budget_evict_or_are_refused) {
     printf(" %d forks, %d evicted ", n_forks, n_evicting);
 }
 
+/* Under a budget a fork evicts tokens of its own, though the oldest ones are those that it shares: evicting these would
+ * free no page while another sequence has them. */
+TEST(forks_evict_no_shared_tokens) {
+    enum { PROMPT = 4 + 4 * BLOCK, FIRST = 14 * BLOCK, OWN = 26 * BLOCK };
+    int n_forks, layer, t;
+    for (n_forks = 1; n_forks <= 2; n_forks++) {
+        tkv_config cfg = make_config(2, 3);
+        tkv_memory_info memory;
+        tkv_budget_info b;
+        tkv_cache *kv;
+        cfg.tiers.hot_tokens = TKV_OFF;
+        cfg.budget.pressure.max_level = TKV_OFF;
+        cfg.evict.policy = TKV_EVICT_SLIDING;
+        cfg.evict.recent_tokens = 32;
+        cfg.budget.bytes = 1000000;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, PROMPT, BLOCK), TKV_OK);
+        for (t = 1; t <= n_forks; t++) CHECK_EQ(tkv_seq_fork(kv, 0, t, TKV_UNLIMITED), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 2, FIRST, 1), TKV_OK);
+        CHECK_EQ(tkv_get_memory(kv, &memory), TKV_OK);
+        CHECK_EQ(tkv_set_budget(kv, memory.total), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 2, OWN - FIRST, 1), TKV_OK);
+        CHECK_EQ(tkv_get_budget(kv, &b), TKV_OK);
+        for (layer = 0; layer < 2; layer++) {
+            uint8_t tiers[PROMPT + OWN];
+            int n_gone[2] = {0, 0};
+            CHECK_EQ(tkv_get_tiers(kv, 1, layer, 0, PROMPT + OWN, tiers), TKV_OK);
+            for (t = 0; t < PROMPT + OWN; t++) n_gone[t >= PROMPT] += tiers[t] == TKV_TOKEN_GONE;
+            CHECK_MSG(n_gone[0] == 0 && n_gone[1] > 0,
+                      "%d forks, layer %d: %d shared tokens and %d of the fork's own are gone", n_forks,
+                      layer, n_gone[0], n_gone[1]);
+        }
+        CHECK(b.evicted > 0);
+        check_cache_at(kv, "evicted with forks", n_forks);
+        tkv_destroy(kv);
+    }
+}
+
+/* Two sequences that share their last block append in one call: one goes on in the block, and the other one gets a copy,
+ * whose slot the call must have taken before. Other tokens fill the pages, so that in some rounds no slot is left. */
+TEST(a_batch_has_a_copy_of_a_shared_tail) {
+    enum { TAIL = 20, ROUNDS = 70 };
+    int round, seq;
+    for (round = 0; round < ROUNDS; round++) {
+        static const tkv_rows rows[2] = {{0, 1}, {1, 1}};
+        tkv_config cfg = make_f32_config(1, 3);
+        tkv_cache *kv = create_cache(&cfg);
+        tkv_append_params p;
+        memset(&p, 0, sizeof p);
+        CHECK_EQ(append_to_all_layers(kv, 2, 3, 4 + round * BLOCK / 2, BLOCK), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, TAIL, TAIL), TKV_OK);
+        CHECK_EQ(tkv_seq_fork(kv, 0, 1, TKV_UNLIMITED), TKV_OK);
+        for (seq = 0; seq < 2; seq++) fill_rows(5 + seq, 0, TAIL, 1, k_in + seq * K_ROW, v_in + seq * V_ROW);
+        p.batch = rows;
+        p.n_batch = 2;
+        p.k = k_in;
+        p.v = v_in;
+        CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
+        for (seq = 0; seq < 2; seq++) {
+            check_read(kv, seq, 0, 1, 0, TAIL, TKV_F32);
+            check_read(kv, seq, 0, 5 + seq, TAIL, 1, TKV_F32);
+        }
+        check_cache_at(kv, "appended together, round", round);
+        tkv_destroy(kv);
+    }
+}
+
 int main(int argc, char **argv) {
     tkv_test_begin(argc, argv);
     RUN(forks_see_their_own_tokens);
@@ -859,5 +926,7 @@ int main(int argc, char **argv) {
     RUN(a_discarded_block_ages_in_a_fork);
     RUN(forks_restore_discarded_blocks_alone);
     RUN(forks_under_a_budget_evict_or_are_refused);
+    RUN(forks_evict_no_shared_tokens);
+    RUN(a_batch_has_a_copy_of_a_shared_tail);
     return tkv_test_end();
 }

@@ -1384,10 +1384,11 @@ static int sum_codes_of_slot(const tkvi_side *s, const uint8_t *side, int slot) 
     return sum;
 }
 
-/* Clears slots of a side that was coded from x, and from x with the rows of dead slots in another order. */
-static void check_cleared(const tkvi_side *s, const float *x, uint64_t dead_mask, const char *what) {
-    static float mixed[TKVI_BLOCK * TKV_MAX_HEAD_DIM], before[TKVI_BLOCK * TKV_MAX_HEAD_DIM],
-        after[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+/* Clears slots of a side that was coded from x as `coded`, which decodes to `before`, and of one coded from x with the
+ * rows of dead slots in another order. */
+static void check_cleared(const tkvi_side *s, const float *x, const uint8_t *coded, const float *before,
+                          uint64_t dead_mask, const char *what) {
+    static float mixed[TKVI_BLOCK * TKV_MAX_HEAD_DIM], after[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
     static uint8_t cleared[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM * 5];
     const size_t dim = (size_t)s->dim;
     int t, group, first, last, n_set = 0;
@@ -1399,10 +1400,8 @@ static void check_cleared(const tkvi_side *s, const float *x, uint64_t dead_mask
             memcpy(mixed + (size_t)first * dim, x + (size_t)last * dim, dim * sizeof *x);
             memcpy(mixed + (size_t)last * dim, x + (size_t)first * dim, dim * sizeof *x);
         }
-    CHECK(s->bytes <= sizeof cleared[0]);
-    tkvi_encode_side(s, &tkvi_simd_ops_scalar, x, dim, TKVI_BLOCK, cleared[0]);
+    memcpy(cleared[0], coded, s->bytes);
     tkvi_encode_side(s, &tkvi_simd_ops_scalar, mixed, dim, TKVI_BLOCK, cleared[1]);
-    tkvi_decode_side(s, cleared[0], 0, TKVI_BLOCK, before, dim);
     tkvi_clear_slots(s, dead_mask, cleared[0]);
     tkvi_clear_slots(s, dead_mask, cleared[1]);
     tkvi_decode_side(s, cleared[0], 0, TKVI_BLOCK, after, dim);
@@ -1435,7 +1434,8 @@ TEST(cleared_slots_hold_nothing) {
                                      (uint64_t)3 << 2,   ~(uint64_t)0 << 21, ~((uint64_t)3 << 19),
                                      (uint64_t)3 << 19,  (uint64_t)1 << 20,  (uint64_t)1 << 19,
                                      (uint64_t)15 << 60, 0xf0f00f0f33335555u};
-    static float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    static float x[TKVI_BLOCK * TKV_MAX_HEAD_DIM], before[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
+    static uint8_t coded[TKVI_BLOCK * TKV_MAX_HEAD_DIM * 5];
     int f, d, i, which, group;
     for (f = 1; f < TKV_FORMAT_COUNT; f++)
         for (which = 0; which < 2; which++)
@@ -1448,7 +1448,11 @@ TEST(cleared_slots_hold_nothing) {
                         x[i] =
                             (float)((i * 7919 + i / 31 * 101) % 61 - 30) * (i / dims[d] == 20 ? 60.0f : 1.0f);
                     for (i = 0; i < dims[d]; i++) x[20 * dims[d] + i] += 7.0f;
-                    for (i = 0; i < COUNT(masks); i++) check_cleared(&s, x, masks[i], tkvi_formats[f].name);
+                    CHECK(s.bytes <= sizeof coded);
+                    tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, (size_t)dims[d], TKVI_BLOCK, coded);
+                    tkvi_decode_side(&s, coded, 0, TKVI_BLOCK, before, (size_t)dims[d]);
+                    for (i = 0; i < COUNT(masks); i++)
+                        check_cleared(&s, x, coded, before, masks[i], tkvi_formats[f].name);
                 }
 }
 
