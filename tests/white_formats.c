@@ -1371,17 +1371,17 @@ TEST(golden) {
     }
 }
 
-/* Codes of a slot in the tiles of a side, by a sum that is 0 if all are. */
-static int sum_codes_of_slot(const tkvi_side *s, const uint8_t *side, int slot) {
+/* sums[t]: the sum of the codes of slot t in the tiles of a side. It is 0 if all are 0. */
+static void sum_codes_of_slots(const tkvi_side *s, const uint8_t *side, int sums[TKVI_BLOCK]) {
     uint8_t code[TKVI_TILE_CODES];
-    int width, i, k, sum = 0;
+    int width, i, k;
+    memset(sums, 0, TKVI_BLOCK * sizeof *sums);
     for (width = TKVI_MAX_WIDTH; width > 0; width--)
         for (i = 0; i < s->tiles.n[width]; i++, side += TKVI_TILE_BYTES(width)) {
             tkvi_unpack_tile(side, width, code);
             for (k = 0; k < TKVI_TILE_CODES; k++)
-                if ((s->which == TKV_K ? k / 4 : i % 4 * 16 + k / 64 * 4 + k % 4) == slot) sum += code[k];
+                sums[s->which == TKV_K ? k / 4 : i % 4 * 16 + k / 64 * 4 + k % 4] += code[k];
         }
-    return sum;
 }
 
 /* Clears slots of a side that was coded from x as `coded`, which decodes to `before`, and of one coded from x with the
@@ -1391,7 +1391,7 @@ static void check_cleared(const tkvi_side *s, const float *x, const uint8_t *cod
     static float mixed[TKVI_BLOCK * TKV_MAX_HEAD_DIM], after[TKVI_BLOCK * TKV_MAX_HEAD_DIM];
     static uint8_t cleared[2][TKVI_BLOCK * TKV_MAX_HEAD_DIM * 5];
     const size_t dim = (size_t)s->dim;
-    int t, group, first, last, n_set = 0;
+    int t, group, first, last, n_set = 0, sums[TKVI_BLOCK] = {0};
     memcpy(mixed, x, TKVI_BLOCK * dim * sizeof *x);
     for (group = 0; group < TKVI_BLOCK; group += 32)
         for (first = group, last = group + 31; first < last; first++, last--) {
@@ -1414,13 +1414,14 @@ static void check_cleared(const tkvi_side *s, const float *x, const uint8_t *cod
         CHECK_MSG(memcmp(cleared[0], cleared[1], s->bytes) == 0, "%s, %d channels, side %d, dead %08x%08x",
                   what, s->dim, (int)s->which, (unsigned)(dead_mask >> 32),
                   (unsigned)(dead_mask & 0xffffffffu));
+    if (s->format->stored == TKVI_AS_TILES) sum_codes_of_slots(s, cleared[0], sums);
     for (t = 0; t < TKVI_BLOCK && s->format->stored == TKVI_AS_TILES; t++)
-        if (dead_mask >> t & 1) CHECK_EQ(sum_codes_of_slot(s, cleared[0], t), 0);
+        if (dead_mask >> t & 1) CHECK_EQ(sums[t], 0);
     if (s->has_outlier && s->dim > 2 && ~dead_mask) {
         const tkvi_outlier o = tkvi_outlier_of(s, cleared[0]);
         CHECK_EQ(o.slot, dead_mask >> 20 & 1 ? TKVI_NO_OUTLIER : 20);
         for (t = 0; t < s->pad && o.slot == TKVI_NO_OUTLIER; t++) n_set += o.row[t] & 254;
-        if (dead_mask >> 19 & 3) CHECK_EQ(sum_codes_of_slot(s, cleared[0], 20), 0);
+        if (dead_mask >> 19 & 3) CHECK_EQ(sums[20], 0);
     }
     for (t = 0; t < (int)s->bytes && !~dead_mask; t++) n_set += cleared[0][t];
     CHECK_EQ(n_set, 0);
@@ -1441,6 +1442,7 @@ TEST(cleared_slots_hold_nothing) {
         for (which = 0; which < 2; which++)
             for (d = 0; d < COUNT(dims) && tkvi_format_stores(&tkvi_formats[f], (tkv_side)which); d++)
                 for (group = 32; group <= 64; group += 32) {
+                    const int step = dims[d] > 256 ? 5 : 1; /* wide rows take most of the time */
                     tkvi_side s;
                     if (dims[d] > 256 && tkvi_formats[f].family->too_wide) continue;
                     tkvi_side_init(&s, &tkvi_formats[f], (tkv_side)which, dims[d], group, TKVI_BLOCK, NULL);
@@ -1451,7 +1453,7 @@ TEST(cleared_slots_hold_nothing) {
                     CHECK(s.bytes <= sizeof coded);
                     tkvi_encode_side(&s, &tkvi_simd_ops_scalar, x, (size_t)dims[d], TKVI_BLOCK, coded);
                     tkvi_decode_side(&s, coded, 0, TKVI_BLOCK, before, (size_t)dims[d]);
-                    for (i = 0; i < COUNT(masks); i++)
+                    for (i = 0; i < COUNT(masks); i += step)
                         check_cleared(&s, x, coded, before, masks[i], tkvi_formats[f].name);
                 }
 }
