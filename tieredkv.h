@@ -24129,7 +24129,7 @@ static int64_t tkvi_evict_limit(const tkv_evict_config *cfg, int budget) {
 static int64_t tkvi_n_protected(const tkv_evict_config *cfg) {
     tkv_evict_config full;
     (void)tkvi_evict_fill(cfg, &full);
-    return (int64_t)full.sink_tokens + 2 * (int64_t)full.recent_tokens + TKVI_BLOCK;
+    return (int64_t)full.sink_tokens + 2 * (int64_t)full.recent_tokens + TKV_BLOCK_TOKENS;
 }
 
 /* The number of tokens to evict before `incoming` tokens join n tokens under a budget of `budget` tokens: 0, a batch,
