@@ -33237,7 +33237,6 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
                                 v + (size_t)n * dv, dv);
         tkvi_encode_record(kv, layer, head, record_a, a->first_position, k, n, bytes_a + record_a->at);
     }
-    to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     if (kv->pool.token_meta) {
         tkvi_align_steps(kv, ids[i], ids[i + 1]);
         tkvi_drop_ended_pins(kv, seq, layer, i);
@@ -33247,7 +33246,7 @@ static void tkvi_join_blocks(tkv_cache *kv, int seq, int layer, int i, int n_mov
             (int8_t)tkvi_move_token_meta(kv, ids[i], to->n_packed, ids[i + 1], moved_mask, to->start);
         to->evicted_mask = kv->pool.token_meta[ids[i]].anchored_mask;
         to->end_slot = 0;
-    }
+    } else to->end_slot = from->end_slot ? (uint8_t)(tkvi_n_bits(used_a) + n_moved) : (uint8_t)0;
     to->first_slot = 0;
     if (tkvi_sink_mask(&kv->pool, ids[i]) | tkvi_sink_mask(&kv->pool, ids[i + 1])) {
         const uint64_t of_a = tkvi_pack_bits(to->sink_mask, used_a, 0);

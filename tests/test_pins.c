@@ -240,6 +240,29 @@ TEST(kept_tokens_keep_pins_with_an_end) {
     }
 }
 
+/* A block whose last tokens alone are left takes those of the next one, behind which a whole block is gone: in idle
+ * time, and by an eviction. The tokens come into other slots, with their pins. */
+TEST(parts_of_blocks_merge_with_their_pins) {
+    static const int pinned[] = {61, 66, 70, 72};
+    uint64_t first = ~(uint64_t)0 << 4;
+    int is_evicted, done;
+    for (is_evicted = 0; is_evicted < 2; is_evicted++) {
+        tkv_cache *kv = make_moving_cache();
+        while (tkv_get_length(kv, 0, 0) < 300) append_tokens(kv, 60);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 61, 5, 500), TKV_OK);
+        CHECK_EQ(tkv_seq_pin(kv, 0, 70, 2, 500), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, 0, 78, 200), TKV_OK);
+        if (is_evicted) CHECK_EQ(evict_tokens(kv, 0, TKV_ALL_LAYERS, &first, 60), TKV_OK);
+        else CHECK_EQ(tkv_seq_remove(kv, 0, 4, 60), TKV_OK);
+        CHECK_EQ(tkv_maintain(kv, 100, NULL, NULL, &done), TKV_OK);
+        CHECK(done > 0 || is_evicted);
+        check_pinned(kv, 0, pinned, 2, is_evicted ? "merged by an eviction" : "merged in idle time");
+        append_up_to(kv, 500);
+        check_pinned(kv, 0, NULL, 0, "length 500");
+        tkv_destroy(kv);
+    }
+}
+
 /* Pins that have ended stay ended: where blocks are split and joined again, where short blocks are merged, and after
  * cuts, in the sequence, in forks and in saved parts. An aborted step ends none. */
 TEST(ended_pins_stay_ended) {
@@ -405,6 +428,7 @@ int main(int argc, char **argv) {
     RUN(slots_of_pinned_tokens_are_not_pinned);
     RUN(merged_blocks_keep_pins);
     RUN(kept_tokens_keep_pins_with_an_end);
+    RUN(parts_of_blocks_merge_with_their_pins);
     RUN(ended_pins_stay_ended);
     RUN(ends_of_gone_tokens_do_not_count);
     RUN(slides_lower_the_ends_of_pins);
