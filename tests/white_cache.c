@@ -388,6 +388,7 @@ TEST(check_names_a_damaged_meter) {
     tkvi_meter *m;
     tkv_cache *kv;
     int swapped;
+    NEEDS_ATOMICS;
     cfg.meter.heads = 2;
     cfg.meter.tokens = 1024;
     kv = create_cache(&cfg);
