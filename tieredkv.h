@@ -2844,10 +2844,11 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
 /* Appends the tokens of src with positions first .. end - 1 to dst, in all layers; end TKV_UNLIMITED: all from `first`
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
- * follow those of dst. So a document that was read once joins several prompts, or one token several sequences. Its keys
- * and values are those of the text that it was read in. Named sinks go along, pins and states stay
- * behind. Reservations of src and dst end. The first tokens of an empty dst are sinks only if they are sinks of src: a
- * copy that begins later has none, unless tkv_seq_set_sinks names some.
+ * follow those of dst, and each token has the same one in all layers, also where some layers of src have lost others.
+ * So a document that was read once joins several prompts, or one token several sequences. Its keys and values are those
+ * of the text that it was read in. Named sinks go along, pins and states stay behind. Reservations of src and dst end.
+ * The first tokens of an empty dst are sinks only if they are sinks of src: a copy that begins later has none, unless
+ * tkv_seq_set_sinks names some.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
@@ -28413,21 +28414,26 @@ static int tkvi_shift_of_last(const tkv_cache *kv, int seq, int layer, int n, in
     return last >= 0;
 }
 
-/* The shift of the first token of a sequence that is there, in any layer. 0: none is. */
-static int tkvi_shift_of_first(const tkv_cache *kv, int seq) {
-    int layer, i, t, at, first = TKVI_FOREVER, shift = 0;
+/* The lowest index from `from` on of a token that is there in any layer, in an entry of another shift than `but`
+ * (-TKVI_POSITIONS: of any). TKVI_FOREVER: none is. *shift: of its entry. */
+static int tkvi_first_index_from(const tkv_cache *kv, int seq, int from, int but, int *shift) {
+    int layer, i, t, first = TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        uint64_t used = 0;
-        for (i = tkvi_anchors_of(list); i < list->n && !used; i++) used = tkvi_used_mask(kv, list, ids, i);
-        if (!used) continue;
-        for (t = 0; !(used >> t & 1);) t++;
-        at = tkvi_slot_index(kv, ids[i - 1], t);
-        if (at < first) shift = kv->pool.entry[ids[i - 1]].shift;
-        first = tkvi_min(first, at);
+        i = tkvi_max(tkvi_anchors_of(list), tkvi_block_at(kv, list, ids, tkvi_min(from, list->len - 1)));
+        for (; i < list->n && tkvi_block_start(kv, ids, i) < first; i++) {
+            const tkvi_entry *e = &kv->pool.entry[ids[i]];
+            const uint64_t used = e->shift == but ? 0 : tkvi_used_mask(kv, list, ids, i);
+            for (t = 0; t < TKVI_BLOCK; t++) {
+                const int at = used >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : -1;
+                if (at < from || at >= first) continue;
+                first = at;
+                *shift = e->shift;
+            }
+        }
     }
-    return shift;
+    return first;
 }
 
 /* The shift that a layer has when it is cut to n tokens. Layers that have n tokens know it; else the last token of the
@@ -28439,7 +28445,9 @@ static int tkvi_shift_after_cut(const tkv_cache *kv, int seq, int layer, int n) 
     if (tkvi_last_index(kv, list, tkvi_ids(kv, seq, layer), n, &shift) == n - 1) return shift;
     for (other = 0; other < kv->tables.cfg.model.n_layers; other++)
         if (tkvi_list_of(kv, seq, other)->len == n) return tkvi_list_of(kv, seq, other)->shift;
-    return tkvi_shift_of_last(kv, seq, layer, n, &shift) ? shift : tkvi_shift_of_first(kv, seq);
+    if (!tkvi_shift_of_last(kv, seq, layer, n, &shift))
+        (void)tkvi_first_index_from(kv, seq, 0, -TKVI_POSITIONS, &shift);
+    return shift;
 }
 
 /* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
@@ -40920,65 +40928,103 @@ typedef struct tkvi_copy {
     tkvi_range range;    /* positions in src */
 } tkvi_copy;
 
-/* The indices before the first block that have positions in the range of a copy: *from .. *to - 1. Their tokens are
- * gone, but they take indices, so that a token has the same index in all layers. */
-static void tkvi_indices_before(const tkv_cache *kv, const tkvi_copy *copy, int layer, int *from, int *to) {
-    const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
-    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
-    const int shift = list->n ? kv->pool.entry[ids[0]].shift : 0;
-    const int end = list->n ? tkvi_block_start(kv, ids, 0) : 0;
-    *from = tkvi_clamp_index((int64_t)copy->range.first - shift, 0, end);
-    *to = tkvi_clamp_index((int64_t)copy->range.end - shift, *from, end);
+/* Indices from .. to - 1 of a sequence, which have the positions index + shift in all layers. Where a token is gone in
+ * all of them, the last one before it tells its shift, or, if there is none, the first one behind. Behind the last
+ * token the list does. is_uneven: 1 for a token that the layers were told at other positions; it is a run of its own,
+ * and the shift is that of one layer. */
+typedef struct tkvi_even_run {
+    int from, to, shift, is_uneven;
+} tkvi_even_run;
+
+/* Finds the run that begins where *run ends. Returns 0 if there is none. */
+static int tkvi_next_run(const tkv_cache *kv, int seq, tkvi_even_run *run) {
+    const int from = run->to, first = tkvi_first_index_from(kv, seq, from, -TKVI_POSITIONS, &run->shift);
+    int layer, unused;
+    run->from = from;
+    run->is_uneven = 0;
+    if (first < TKVI_FOREVER) {
+        run->to = tkvi_first_index_from(kv, seq, first, run->shift, &unused);
+        run->is_uneven = run->to == from;
+        run->to += run->is_uneven;
+        if (run->to < TKVI_FOREVER) return 1;
+    }
+    run->to = from;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (first < TKVI_FOREVER) {
+            const int last = tkvi_last_index(kv, list, tkvi_ids(kv, seq, layer), list->len, &unused);
+            run->to = tkvi_max(run->to, last + 1);
+        } else if (list->len > run->to) {
+            run->to = list->len;
+            run->shift = list->shift;
+        }
+    }
+    return run->to > from;
 }
 
-/* The index from which on the tokens at the end of a list are gone, in its last block. */
-static int tkvi_end_of_tokens(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids) {
-    int unused;
-    return list->n ? tkvi_max(tkvi_last_index(kv, list, ids, list->len, &unused) + 1,
-                              tkvi_block_start(kv, ids, list->n - 1))
-                   : 0;
+/* Index of the first block of a list that can have tokens from an index on. */
+static int tkvi_first_block_from(const tkv_cache *kv, const tkvi_list *list, const uint32_t *ids, int index) {
+    return tkvi_max(0, tkvi_block_at(kv, list, ids, tkvi_min(index, list->len - 1)));
 }
 
-/* The indices of block i of a layer that a copy takes: *from .. *to - 1. */
-static void tkvi_copied_indices(const tkv_cache *kv, const tkvi_copy *copy, int layer, int i, int *from,
+/* Narrows the indices *from .. *to - 1 of src to those of block i. Returns 0 if it has no token there that a copy
+ * takes. */
+static int tkvi_narrow_to_block(const tkv_cache *kv, const tkvi_copy *copy, int layer, int i, int *from,
                                 int *to) {
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
     const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
-    tkvi_indices_in(kv, list, ids, i, &copy->range, from, to);
-    if (i + 1 < list->n) return;
-    *to = tkvi_min(*to, tkvi_end_of_tokens(kv, list, ids));
-    *from = tkvi_min(*from, *to);
+    int first, end;
+    tkvi_indices_in(kv, list, ids, i, &copy->range, &first, &end);
+    *from = tkvi_max(*from, first);
+    *to = tkvi_min(*to, end);
+    return *from < *to && tkvi_slots_between(kv, list, ids, i, *from, *to);
 }
 
-/* Number of indices of a layer that a copy takes. */
-static int tkvi_n_copied(const tkv_cache *kv, int layer, const tkvi_copy *copy) {
+/* Number of blocks of a layer with tokens at the indices first .. end - 1 that a copy takes. */
+static int tkvi_n_copied_blocks(const tkv_cache *kv, const tkvi_copy *copy, int layer, int first, int end) {
     const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
-    const int end = tkvi_end_of_tokens(kv, list, tkvi_ids(kv, copy->src, layer));
-    int i, from, to, n;
-    tkvi_indices_before(kv, copy, layer, &from, &to);
-    n = to - from;
-    for (i = 0; i < list->n; i++) {
-        tkvi_copied_indices(kv, copy, layer, i, &from, &to);
-        n += to - from;
+    const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
+    int i, n = 0;
+    for (i = tkvi_first_block_from(kv, list, ids, first); i < list->n && tkvi_block_start(kv, ids, i) < end;
+         i++) {
+        int from = first, to = end;
+        n += tkvi_narrow_to_block(kv, copy, layer, i, &from, &to);
     }
-    from = tkvi_clamp_index((int64_t)copy->range.first - list->shift, end, list->len);
-    return n + tkvi_clamp_index((int64_t)copy->range.end - list->shift, from, list->len) - from;
+    return n;
 }
 
-/* Entries that a copy takes, in all layers. Returns the length of the longest list of dst then. */
+/* Finds the next run of src, with the indices of it that a copy takes: *from .. *to - 1. A token gets the same index in
+ * all layers of dst, whatever is gone in each. Returns 0 if there is none. */
+static int tkvi_next_copied(const tkv_cache *kv, const tkvi_copy *copy, tkvi_even_run *run, int *from,
+                            int *to) {
+    int layer, n = 0;
+    if (!tkvi_next_run(kv, copy->src, run)) return 0;
+    *from = tkvi_clamp_index((int64_t)copy->range.first - run->shift, run->from, run->to);
+    *to = tkvi_clamp_index((int64_t)copy->range.end - run->shift, *from, run->to);
+    if (!run->is_uneven) return 1;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        n += tkvi_n_copied_blocks(kv, copy, layer, run->to - 1, run->to);
+    *from = run->to - (n > 0);
+    *to = run->to;
+    return 1;
+}
+
+/* Entries that a copy takes, in all layers. Returns the length of the longest list of dst then, or more where its
+ * layers have other tokens. */
 static int tkvi_count_copies(tkv_cache *kv, const void *what, tkvi_demand *demand) {
     const tkvi_copy *copy = (const tkvi_copy *)what;
-    int layer, i, from, to, longest = 0;
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
-        const tkvi_list *list = tkvi_list_of(kv, copy->src, layer);
-        const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
-        int n = 0;
-        for (i = 0; i < list->n; i++) {
-            tkvi_indices_in(kv, list, ids, i, &copy->range, &from, &to);
-            n += from < to && tkvi_slots_between(kv, list, ids, i, from, to);
+    tkvi_even_run run = {0, 0, 0, 0};
+    int layer, from, to, longest = 0;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+        longest = tkvi_max(longest, tkvi_list_of(kv, copy->dst, layer)->n);
+    while (tkvi_next_copied(kv, copy, &run, &from, &to)) {
+        int most = 0;
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+            const int n = tkvi_n_copied_blocks(kv, copy, layer, from, to);
+            demand->entries += n;
+            most = tkvi_max(most, n);
         }
-        demand->entries += n;
-        longest = tkvi_max(longest, tkvi_list_of(kv, copy->dst, layer)->n + n);
+        longest += most;
     }
     return longest;
 }
@@ -41023,25 +41069,25 @@ static void tkvi_copy_entry(tkv_cache *kv, int layer, const tkvi_copy *copy, int
         tkvi_unite_entries(kv, copy->dst, layer, dst->n - 2);
 }
 
-/* Copies the tokens of a layer. n: indices that dst gets. There must be room for the entries of tkvi_count_copies. */
-static void tkvi_copy_list(tkv_cache *kv, int layer, const tkvi_copy *copy, int n) {
+/* Copies the tokens of a layer with indices first .. end - 1, of one run. There must be room for the entries of
+ * tkvi_count_copies. */
+static void tkvi_copy_run(tkv_cache *kv, int layer, const tkvi_copy *copy, int first, int end) {
     const tkvi_list *src = tkvi_list_of(kv, copy->src, layer);
     const uint32_t *ids = tkvi_ids(kv, copy->src, layer);
     tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     const int len = dst->len;
-    int i, from, to, at;
-    tkvi_indices_before(kv, copy, layer, &from, &to);
-    at = len + to - from;
-    for (i = 0; i < src->n; i++) {
-        tkvi_copied_indices(kv, copy, layer, i, &from, &to);
-        if (from < to && tkvi_slots_between(kv, src, ids, i, from, to)) {
-            if (dst->n && at > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
-            tkvi_copy_entry(kv, layer, copy, i, from, to, at);
-        }
-        at += to - from;
+    int i;
+    for (i = tkvi_first_block_from(kv, src, ids, first); i < src->n && tkvi_block_start(kv, ids, i) < end;
+         i++) {
+        int from = first, to = end;
+        if (!tkvi_narrow_to_block(kv, copy, layer, i, &from, &to)) continue;
+        if (dst->n && len + from - first > dst->len)
+            tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
+        tkvi_copy_entry(kv, layer, copy, i, from, to, len + from - first);
     }
-    if (dst->n && len + n > dst->len) tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
-    dst->len = len + n;
+    if (dst->n && len + end - first > dst->len)
+        tkvi_end_slots(kv, dst, tkvi_ids(kv, copy->dst, layer), dst->n - 1);
+    dst->len = len + end - first;
 }
 
 /* Checks that a copy can take the tokens of a layer. */
@@ -41066,7 +41112,8 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_copy copy;
     tkvi_demand demand = tkvi_no_demand();
     tkv_status st = tkvi_check_range(kv, src, first, end, &copy.range);
-    int layer, n = 0, len = 0;
+    tkvi_even_run run = {0, 0, 0, 0};
+    int layer, from, to, n = 0, len = 0;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
     if (!tkvi_has_seq(kv, dst)) return tkvi_refuse_seq(kv, dst);
@@ -41084,9 +41131,9 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
                          NULL);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers && !st; layer++) {
         st = tkvi_check_copy(kv, layer, &copy);
-        n = tkvi_max(n, tkvi_n_copied(kv, layer, &copy));
         len = tkvi_max(len, tkvi_list_of(kv, dst, layer)->len);
     }
+    while (!st && tkvi_next_copied(kv, &copy, &run, &from, &to)) n += to - from;
     if (!st && n > kv->tables.cfg.limits.max_tokens - len)
         st = tkvi_fail(kv, TKV_ERR_CAPACITY, "max_tokens leaves room for",
                        kv->tables.cfg.limits.max_tokens - len, " more tokens");
@@ -41097,8 +41144,10 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     if (st || !demand.entries) return st ? st : tkvi_ok(kv);
     tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
     tkvi_reserve_slots(kv, dst, 0);
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_list(kv, layer, &copy, n);
+    run.to = 0;
+    while (tkvi_next_copied(kv, &copy, &run, &from, &to))
+        for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
+            if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_run(kv, layer, &copy, from, to);
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         tkvi_list *list = tkvi_list_of(kv, dst, layer);
         (void)tkvi_shift_of_last(kv, dst, layer, list->len, &list->shift);

@@ -817,20 +817,48 @@ static tkv_status call_shift(int seq, int layer) {
     return st;
 }
 
+/* Marks the indices of a sequence that a copy takes: those where any layer has a token in the range. Where none has a
+ * token, the last one before it tells the position, or the first one behind if there is none or if the layers were told
+ * other positions of it. Behind the last token the longest layer does. Returns their number. */
+static int choose_copied(int src, int first, int end, uint8_t *is_taken) {
+    const int len = max_len(src), longest = model[src][0].len < model[src][1].len;
+    int i, j, l, n = 0, shift = 0, is_known = 0, from = 0; /* from: the first index that has no answer yet */
+    for (i = 0; i < len; i++) {
+        int n_held = 0, is_uneven = 0;
+        is_taken[i] = 0;
+        for (l = 0; l < LAYERS; l++) {
+            const int state = i < model[src][l].len ? now.state[src][l][i] : EVICTED,
+                      position = model[src][l].position[i];
+            if (state != LIVE && state != DISCARDED) continue;
+            is_taken[i] |= (uint8_t)is_in_range(position, first, end);
+            is_uneven |= n_held && position - i != shift;
+            if (!n_held++) {
+                for (j = from; j < i; j++)
+                    is_taken[j] = (uint8_t)is_in_range(j + (is_known ? shift : position - i), first, end);
+                shift = position - i;
+            }
+        }
+        if (!n_held) continue;
+        from = i + 1;
+        is_known = !is_uneven;
+    }
+    for (i = from; i < len; i++)
+        is_taken[i] = (uint8_t)is_in_range(model[src][longest].position[i], first, end);
+    for (i = 0; i < len; i++) n += is_taken[i];
+    return n;
+}
+
 /* Copies tokens of another sequence, at other positions or at the same. */
 static tkv_status call_copy(int seq, int layer) {
     const int src = (seq + 1 + rand_below(SEQS - 1)) % SEQS;
     const int len = tkv_get_length(kv, seq, TKV_ALL_LAYERS);
-    int first, end, at, l, i, j, count[LAYERS] = {0}, n = 0;
+    uint8_t is_taken[LONGEST];
+    int first, end, at, l, i, j, n;
     tkv_status st;
     (void)layer;
     choose_range(src, &first, &end);
     at = cfg.model.rope.dim && rand_below(2) ? rand_below(500) : first;
-    for (l = 0; l < LAYERS; l++) {
-        for (i = 0; i < model[src][l].len; i++)
-            count[l] += is_in_range(model[src][l].position[i], first, end);
-        n = max_of(n, count[l]);
-    }
+    n = choose_copied(src, first, end, is_taken);
     if (n > LONGEST - max_len(seq)) return TKV_OK;
     allow_reclaim(src);
     call.may_discard[src] = call.may_evict[src] = 0;
@@ -845,19 +873,22 @@ static tkv_status call_copy(int seq, int layer) {
     for (l = 0; l < LAYERS; l++) {
         const model_sequence *from = &model[src][l];
         model_sequence *to = &model[seq][l];
-        for (i = 0, j = to->len; i < from->len; i++) {
-            if (!is_in_range(from->position[i], first, end)) continue;
-            memcpy(to->k + j * shape[l].k_row, from->k + i * shape[l].k_row,
-                   (size_t)shape[l].k_row * sizeof *to->k);
-            memcpy(to->v + j * shape[l].v_row, from->v + i * shape[l].v_row,
-                   (size_t)shape[l].v_row * sizeof *to->v);
-            to->position[j] = from->position[i] + at - first;
-            to->turned[j] = from->turned[i] + at - first;
-            if (!is_readable(now.state[src][l][i])) set_bit(to->evicted_mask, j);
-            else if (has_bit(from->sink_mask, i)) set_bit(to->sink_mask, j);
+        for (i = 0, j = to->len; j < to->len + n; i++) {
+            if (!is_taken[i]) continue;
+            if (i >= from->len || !is_readable(now.state[src][l][i]) ||
+                !is_in_range(from->position[i], first, end))
+                set_bit(to->evicted_mask, j);
+            else {
+                memcpy(to->k + j * shape[l].k_row, from->k + i * shape[l].k_row,
+                       (size_t)shape[l].k_row * sizeof *to->k);
+                memcpy(to->v + j * shape[l].v_row, from->v + i * shape[l].v_row,
+                       (size_t)shape[l].v_row * sizeof *to->v);
+                to->position[j] = from->position[i] + at - first;
+                to->turned[j] = from->turned[i] + at - first;
+                if (has_bit(from->sink_mask, i)) set_bit(to->sink_mask, j);
+            }
             j++;
         }
-        for (; j < to->len + n; j++) set_bit(to->evicted_mask, j); /* as many indices in each layer */
         to->len = to->exact_from = j;
     }
     reserved[seq] = reserved[src] = 0;

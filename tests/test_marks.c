@@ -454,21 +454,17 @@ static int play_unite(int seq, int first, int delta) {
     return split > before && n_layer_blocks(kv, seq, 0) < split ? count_hits(UNITE, marks) : 0;
 }
 
-/* 1 if the layers of a sequence have the same tokens. Where they do not, a copy gives them other indices by layer. */
-static int are_layers_alike(int seq) {
-    int i, alike = 1;
-    for (i = 0; i < length_of(seq); i++) alike &= model[seq][0].t[i].gone == model[seq][1].t[i].gone;
-    return alike;
-}
-
-/* dst gets the live tokens of the range in order. Indices between them are those of tokens that are gone. */
+/* dst gets the live tokens of the range in order, each at the same index in all layers. Indices between them are those
+ * of tokens that are gone. */
 static int play_copy(int src, int first, int last, int dst) {
     static uint8_t tier[MOST];
+    static int copied_to[MOST]; /* by index in src: index in dst, of the layers so far; 0: none has it */
     const unsigned marks = marks_of(src);
     const int old_len = length_of(dst), at = next_of[dst];
     int layer, i, n, any = 0;
     if (tkv_seq_copy(kv, src, first, last, dst, at)) return refuse(COPY);
     n = tkv_get_length(kv, dst, 0) - old_len;
+    memset(copied_to, 0, sizeof copied_to);
     for (layer = 0; layer < LAYERS && n > 0; layer++) {
         const row *from = &model[src][layer];
         row *to = &model[dst][layer];
@@ -489,6 +485,8 @@ static int play_copy(int src, int first, int last, int dst) {
                 j++;
             CHECK_STEP(j < from->n, dst, layer, old_len + i);
             if (j == from->n) break;
+            CHECK_STEP(!copied_to[j] || copied_to[j] == old_len + i, dst, layer, old_len + i);
+            copied_to[j] = old_len + i;
             *t = from->t[j++];
             t->position += at - first;
             t->pinned = t->until = t->until_most = 0;
@@ -929,9 +927,7 @@ static void play_something(int seq) {
     case 1: (void)play_remove(seq, first, last); break;
     case 2: (void)play_shift(seq, first, last, delta); break;
     case 3: (void)play_unite(seq, first, 1 + rand_below(9)); break;
-    case 4:
-        (void)(length_of(other) < 300 && are_layers_alike(seq) && play_copy(seq, first, last, other));
-        break;
+    case 4: (void)(length_of(other) < 300 && play_copy(seq, first, last, other)); break;
     case 5: (void)play_keep(seq, 1 + rand_below(40), 3); break;
     case 6: (void)play_slide(seq, rand_below(2) ? 512 : 100); break;
     case 7: (void)play_fork(seq, other, 1 + rand_below(len)); break;

@@ -1762,7 +1762,6 @@ TEST(copied_tokens_attend_as_if_read_there) {
     }
 }
 
-/* Copies of coded tokens read as they do in the source, and stay so while both go on. */
 /* A copy can begin and end inside a block that an eviction has merged. */
 TEST(copies_of_merged_blocks) {
     static float k[400 * K_ROW];
@@ -1796,6 +1795,71 @@ TEST(copies_of_merged_blocks) {
     tkv_destroy(kv);
 }
 
+/* A layer has lost tokens at the border of a shift, so that the border lies elsewhere in it. Copied tokens still get the
+ * same index in all layers: a cut takes the same ones everywhere. */
+TEST(copied_tokens_have_one_index) {
+    static const int lengths[] = {2, 2 + 5, 2 + 5 + 6, 2 + 5 + 15};
+    const uint64_t victims = (uint64_t)7 << 50;
+    int evicted, layer, t, i;
+    for (evicted = -1; evicted < 2; evicted++) { /* -1: no layer loses any */
+        tkv_config cfg = make_move_config(3);
+        tkv_cache *kv;
+        cfg.evict.policy = TKV_EVICT_SLIDING;
+        kv = create_cache(&cfg);
+        CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 100), TKV_OK);
+        CHECK_EQ(append_to_all_layers(kv, 1, 2, 2, 2), TKV_OK);
+        if (evicted >= 0) CHECK_EQ(evict_tokens(kv, 0, evicted, &victims, 64), TKV_OK);
+        CHECK_EQ(tkv_seq_remove(kv, 0, 40, 50), TKV_OK);
+        CHECK_EQ(tkv_seq_shift(kv, 0, 50, TKV_UNLIMITED, -10), TKV_OK);
+        CHECK_EQ(tkv_seq_copy(kv, 0, 45, 60, 1, 2), TKV_OK); /* indices 45 .. 49, gone, and 55 .. 69 */
+        check_cache(kv);
+        for (layer = 0; layer < 2; layer++) {
+            CHECK_EQ(tkv_get_length(kv, 1, layer), 2 + 5 + 15);
+            for (t = 0; t < 5; t++) CHECK_EQ(tkv_read(kv, 1, layer, 2 + t, 1, k_out, v_out), TKV_ERR_RANGE);
+            CHECK_EQ(tkv_read(kv, 0, layer, 55, 15, k_want, v_want), TKV_OK);
+            CHECK_EQ(tkv_read(kv, 1, layer, 7, 15, k_out, v_out), TKV_OK);
+            CHECK_MEM(v_out, v_want, 15 * V_ROW * sizeof(float));
+        }
+        for (i = 0; i < COUNT(lengths); i++) {
+            CHECK_EQ(tkv_seq_fork(kv, 1, 2, lengths[i]), TKV_OK);
+            for (layer = 0; layer < 2; layer++) {
+                int positions[100];
+                CHECK_EQ(live_positions(kv, 2, layer, positions), i < 2 ? 2 : lengths[i] - 5);
+            }
+        }
+        tkv_destroy(kv);
+    }
+}
+
+/* The caller told the layers other positions. Each gives its own tokens of the range. */
+TEST(copies_of_layers_with_other_positions) {
+    static float k[100 * K_ROW], v[100 * V_ROW];
+    tkv_config cfg = make_move_config(2);
+    tkv_cache *kv = create_cache(&cfg);
+    int positions[100], layer, t, n;
+    for (layer = 0; layer < 2; layer++) {
+        tkv_append_params p;
+        memset(&p, 0, sizeof p);
+        p.layer = layer;
+        p.n = 100;
+        p.k = k;
+        p.v = v;
+        p.token_positions = positions;
+        for (t = 0; t < 100; t++) positions[t] = layer ? t : 50 + t;
+        CHECK_EQ(tkv_append_ex(kv, &p), TKV_OK);
+    }
+    CHECK_EQ(tkv_seq_copy(kv, 0, 60, 120, 1, 0), TKV_OK);
+    check_cache(kv);
+    for (layer = 0; layer < 2; layer++) {
+        n = live_positions(kv, 1, layer, positions);
+        CHECK_EQ(tkv_get_length(kv, 1, layer), 90); /* indices 10 .. 69, and 60 .. 99 */
+        CHECK_EQ(n, layer ? 40 : 60);
+        for (t = 0; t < n; t++) CHECK(positions[t] >= 0 && positions[t] < 60);
+    }
+    tkv_destroy(kv);
+}
+
+/* Copies of coded tokens read as they do in the source, and stay so while both go on. */
 TEST(copies_of_coded_tokens_keep_their_bytes) {
     static float k[MAX_TOKENS * K_ROW], v[MAX_TOKENS * V_ROW];
     tkv_config cfg = make_config(2, 2);
@@ -3316,6 +3380,8 @@ int main(int argc, char **argv) {
     RUN(padded_batches_equal_packed_ones);
     RUN(copied_tokens_attend_as_if_read_there);
     RUN(copies_of_merged_blocks);
+    RUN(copied_tokens_have_one_index);
+    RUN(copies_of_layers_with_other_positions);
     RUN(copies_of_coded_tokens_keep_their_bytes);
     RUN(a_token_can_be_in_several_sequences);
     RUN(copies_are_refused_with_a_reason);

@@ -596,21 +596,26 @@ static int tkvi_shift_of_last(const tkv_cache *kv, int seq, int layer, int n, in
     return last >= 0;
 }
 
-/* The shift of the first token of a sequence that is there, in any layer. 0: none is. */
-static int tkvi_shift_of_first(const tkv_cache *kv, int seq) {
-    int layer, i, t, at, first = TKVI_FOREVER, shift = 0;
+/* The lowest index from `from` on of a token that is there in any layer, in an entry of another shift than `but`
+ * (-TKVI_POSITIONS: of any). TKVI_FOREVER: none is. *shift: of its entry. */
+static int tkvi_first_index_from(const tkv_cache *kv, int seq, int from, int but, int *shift) {
+    int layer, i, t, first = TKVI_FOREVER;
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
         const tkvi_list *list = tkvi_list_of(kv, seq, layer);
         const uint32_t *ids = tkvi_ids(kv, seq, layer);
-        uint64_t used = 0;
-        for (i = tkvi_anchors_of(list); i < list->n && !used; i++) used = tkvi_used_mask(kv, list, ids, i);
-        if (!used) continue;
-        for (t = 0; !(used >> t & 1);) t++;
-        at = tkvi_slot_index(kv, ids[i - 1], t);
-        if (at < first) shift = kv->pool.entry[ids[i - 1]].shift;
-        first = tkvi_min(first, at);
+        i = tkvi_max(tkvi_anchors_of(list), tkvi_block_at(kv, list, ids, tkvi_min(from, list->len - 1)));
+        for (; i < list->n && tkvi_block_start(kv, ids, i) < first; i++) {
+            const tkvi_entry *e = &kv->pool.entry[ids[i]];
+            const uint64_t used = e->shift == but ? 0 : tkvi_used_mask(kv, list, ids, i);
+            for (t = 0; t < TKVI_BLOCK; t++) {
+                const int at = used >> t & 1 ? tkvi_slot_index(kv, ids[i], t) : -1;
+                if (at < from || at >= first) continue;
+                first = at;
+                *shift = e->shift;
+            }
+        }
     }
-    return shift;
+    return first;
 }
 
 /* The shift that a layer has when it is cut to n tokens. Layers that have n tokens know it; else the last token of the
@@ -622,7 +627,9 @@ static int tkvi_shift_after_cut(const tkv_cache *kv, int seq, int layer, int n) 
     if (tkvi_last_index(kv, list, tkvi_ids(kv, seq, layer), n, &shift) == n - 1) return shift;
     for (other = 0; other < kv->tables.cfg.model.n_layers; other++)
         if (tkvi_list_of(kv, seq, other)->len == n) return tkvi_list_of(kv, seq, other)->shift;
-    return tkvi_shift_of_last(kv, seq, layer, n, &shift) ? shift : tkvi_shift_of_first(kv, seq);
+    if (!tkvi_shift_of_last(kv, seq, layer, n, &shift))
+        (void)tkvi_first_index_from(kv, seq, 0, -TKVI_POSITIONS, &shift);
+    return shift;
 }
 
 /* Slots of a block that some entry of a list has a token in. at: index of the block in the list that changes. Forks
