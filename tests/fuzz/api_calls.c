@@ -946,21 +946,50 @@ static tkv_status call_shift(void) {
     return st;
 }
 
+static int is_there(const model_layer *s, int i) {
+    return i < s->len && (s->state[i] == LIVE || s->state[i] == DISCARDED);
+}
+
+/* The first index from `from` on where a layer of a sequence has a token, or the longest length. *layer: the first such
+ * layer, or the longest. */
+static int find_there(int seq, int from, int *layer) {
+    const model_layer *s = model[seq];
+    for (; from < max_len(seq) && !is_there(&s[0], from) && !is_there(&s[1], from);) from++;
+    *layer = from < max_len(seq) ? !is_there(&s[0], from) : s[0].len < s[1].len;
+    return from;
+}
+
+/* Finds the indices of a sequence that a copy of positions first .. end - 1 takes, the same in both layers: the tokens
+ * that are in the range in any layer, and those that no layer has, but whose position would be in it. The last token
+ * before them tells it; if there is none, or if the layers were told it at two positions, the first one behind. Tokens
+ * that are gone at the end go up to the position of the last one. */
+static int find_copied(int seq, int first, int end, int *taken) {
+    const model_layer *s = model[seq];
+    int i, l, n = 0, shift = 0, is_known = 0;
+    for (i = 0; i < max_len(seq); i++) {
+        const int at = find_there(seq, i, &l), is_end = at == max_len(seq);
+        int position, other;
+        if (at == i || is_end || !is_known) shift = s[l].position[at - is_end] - (at - is_end);
+        position = other = i + shift;
+        if (at == i && is_there(&s[!l], i)) other = s[!l].position[i];
+        if (at == i) is_known = other == position;
+        if (is_in_range(position, first, end) || is_in_range(other, first, end)) taken[n++] = i;
+    }
+    return n;
+}
+
 static tkv_status call_copy(void) {
+    static int taken[LONGEST];
     const int src = choose_seq(), other = choose_seq();
     const int dst = is_seq(src) && src == other && next_byte() < 250 ? (src + 1) % SEQS : other;
-    int first, end, at, l, i, j, n = 0, len = 0;
+    int first, end, at, l, i, n = 0, len = 0;
     tkv_status st;
     choose_range(src, &first, &end);
     at = next_byte() % 2 ? first : choose_int(0, LONGEST);
     if (src == dst || at < 0) call.must_fail = 1;
     sprintf(call.text, "copy positions %d to %d of sequence %d to sequence %d, at %d", first, end, src, dst,
             at);
-    for (l = 0; l < 2 && !call.must_fail; l++) {
-        int count = 0;
-        for (i = 0; i < model[src][l].len; i++) count += is_in_range(model[src][l].position[i], first, end);
-        n = max_of(n, count);
-    }
+    if (!call.must_fail && !in_step[src]) n = find_copied(src, first, end, taken);
     if (!call.must_fail && n > LONGEST - max_len(dst)) return skip_call();
     allow_reclaim(src);
     if (is_seq(src)) call.may_discard[src] = call.may_evict[src] = 0;
@@ -974,20 +1003,18 @@ static tkv_status call_copy(void) {
     for (l = 0; l < 2; l++) {
         const model_layer *from = &model[src][l];
         model_layer *to = &model[dst][l];
-        for (i = 0, j = to->len; i < from->len; i++) {
-            if (!is_in_range(from->position[i], first, end)) continue;
-            CHECK(from->state[i] != DISCARDED);
-            to->id[j] = from->id[i];
-            to->position[j] = from->position[i] + at - first;
-            to->turned[j] = from->turned[i] + at - first;
-            to->state[j] = from->state[i] == LIVE ? LIVE : GONE;
-            to->is_sink[j] = from->is_sink[i] && from->state[i] == LIVE;
-            to->is_pinned[j++] = 0;
+        for (i = 0; i < n; i++) {
+            const int t = taken[i], j = to->len + i;
+            const int copied = is_there(from, t) && is_in_range(from->position[t], first, end);
+            CHECK(!copied || from->state[t] == LIVE);
+            to->id[j] = from->id[t];
+            to->position[j] = from->position[t] + at - first;
+            to->turned[j] = from->turned[t] + at - first;
+            to->state[j] = copied ? LIVE : GONE;
+            to->is_sink[j] = copied && from->is_sink[t];
+            to->is_pinned[j] = 0;
         }
-        for (; j < to->len + n; j++) /* as many indices in each layer */
-            to->state[j] = GONE, to->id[j] = 0,
-            to->turned[j] = to->position[j] = to->is_pinned[j] = to->is_sink[j] = 0;
-        to->len = to->exact_from = j;
+        to->len = to->exact_from = to->len + n;
     }
     reserved[src] = reserved[dst] = 0;
     may_share[src] = may_share[dst] = has_moved[dst] = 1;
