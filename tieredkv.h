@@ -29039,9 +29039,16 @@ static void tkvi_forget_pages(tkv_cache *kv, int seq, int n_tokens) {
 }
 
 /* Removes what a sequence has of more than its first n_tokens beside their blocks: states, and names of pages. */
-static void tkvi_forget_tokens(tkv_cache *kv, int seq, int n_tokens) {
+static void tkvi_forget_beside(tkv_cache *kv, int seq, int n_tokens) {
     tkvi_drop_states(&kv->states, seq, n_tokens);
     tkvi_forget_pages(kv, seq, n_tokens);
+}
+
+/* Ends a call that took tokens out of a sequence, once their blocks have lost them: nothing stays that has seen a token
+ * behind the first n_tokens. */
+static void tkvi_forget_tokens(tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_forget_beside(kv, seq, n_tokens);
+    tkvi_wipe_work_space(kv);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -29068,7 +29075,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++) {
-        tkvi_forget_tokens(kv, s, 0);
+        tkvi_forget_beside(kv, s, 0);
         tkvi_put(&kv->heap, kv->states.list[s].held, kv->states.list[s].cap * sizeof(tkvi_held_state));
     }
     tkvi_put(&kv->heap, kv->states.region, kv->states.region_bytes);
@@ -39382,7 +39389,6 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
-    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -39402,11 +39408,10 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
-    tkvi_forget_tokens(kv, seq, 0);
     kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
-    tkvi_wipe_work_space(kv);
+    tkvi_forget_tokens(kv, seq, 0); /* when the meter watches it no more */
 }
 
 TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {
@@ -40699,7 +40704,6 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
     tkvi_forget_tokens(kv, seq, first_index); /* those behind have seen a token that is gone */
-    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }
@@ -41392,7 +41396,6 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &slide.gone);
     tkvi_forget_tokens(kv, seq, slide.gone.from);
-    tkvi_wipe_work_space(kv);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = slide.gone.to - slide.gone.from;
@@ -49209,7 +49212,7 @@ static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
     uint32_t i;
     int seq, v, c;
     memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_forget_tokens(kv, seq, 0);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_forget_beside(kv, seq, 0);
     memset(kv->states.is_stateful, 0, (size_t)n_layers);
     kv->states.n_stateful = 0;
     for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;
@@ -49455,7 +49458,7 @@ TKV_API tkv_status tkv_seq_load_from(tkv_cache *kv, const tkv_load_params *p, si
  *
  * Without a store, sequences of one cache find each other's pages: a publication names those of its sequence, and an
  * adoption forks the sequence that has most of them. A name goes with the first of its tokens that goes
- * (tkvi_forget_tokens).
+ * (tkvi_forget_beside).
  *
  * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
  * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the

@@ -1221,9 +1221,16 @@ static void tkvi_forget_pages(tkv_cache *kv, int seq, int n_tokens) {
 }
 
 /* Removes what a sequence has of more than its first n_tokens beside their blocks: states, and names of pages. */
-static void tkvi_forget_tokens(tkv_cache *kv, int seq, int n_tokens) {
+static void tkvi_forget_beside(tkv_cache *kv, int seq, int n_tokens) {
     tkvi_drop_states(&kv->states, seq, n_tokens);
     tkvi_forget_pages(kv, seq, n_tokens);
+}
+
+/* Ends a call that took tokens out of a sequence, once their blocks have lost them: nothing stays that has seen a token
+ * behind the first n_tokens. */
+static void tkvi_forget_tokens(tkv_cache *kv, int seq, int n_tokens) {
+    tkvi_forget_beside(kv, seq, n_tokens);
+    tkvi_wipe_work_space(kv);
 }
 
 TKV_API void tkv_destroy(tkv_cache *kv) {
@@ -1250,7 +1257,7 @@ TKV_API void tkv_destroy(tkv_cache *kv) {
         tkvi_put(&kv->heap, kv->seq[s].block,
                  (size_t)kv->seq[s].cap * (size_t)kv->tables.cfg.model.n_layers * sizeof(uint32_t));
     for (s = 0; s < kv->tables.cfg.limits.max_seqs; s++) {
-        tkvi_forget_tokens(kv, s, 0);
+        tkvi_forget_beside(kv, s, 0);
         tkvi_put(&kv->heap, kv->states.list[s].held, kv->states.list[s].cap * sizeof(tkvi_held_state));
     }
     tkvi_put(&kv->heap, kv->states.region, kv->states.region_bytes);

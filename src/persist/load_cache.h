@@ -234,7 +234,7 @@ static void tkvi_empty_cache(tkvi_loader *l, unsigned had_versions) {
     uint32_t i;
     int seq, v, c;
     memset(kv->list, 0, (size_t)kv->tables.cfg.limits.max_seqs * (size_t)n_layers * sizeof *kv->list);
-    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_forget_tokens(kv, seq, 0);
+    for (seq = 0; seq < kv->tables.cfg.limits.max_seqs; seq++) tkvi_forget_beside(kv, seq, 0);
     memset(kv->states.is_stateful, 0, (size_t)n_layers);
     kv->states.n_stateful = 0;
     for (i = 0; i < pool->block_cap; i++) pool->block[i].refs = pool->entry[i].in_use = 0;

@@ -10,7 +10,7 @@
  *
  * Without a store, sequences of one cache find each other's pages: a publication names those of its sequence, and an
  * adoption forks the sequence that has most of them. A name goes with the first of its tokens that goes
- * (tkvi_forget_tokens).
+ * (tkvi_forget_beside).
  *
  * A hash proposes, and the tokens in the value decide. A value is verified like any saved sequence, is loaded into an
  * empty sequence, and then its blocks join the adopting one (tkv_seq_copy). Whatever is wrong with a value ends the

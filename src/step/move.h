@@ -179,7 +179,6 @@ TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
         tkvi_remove_in_list(kv, seq, layer, &range);
     tkvi_forget_tokens(kv, seq, first_index); /* those behind have seen a token that is gone */
-    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     return tkvi_ok(kv);
 }

@@ -1003,7 +1003,6 @@ TKV_API tkv_status tkv_seq_truncate(tkv_cache *kv, int seq, int n_tokens) {
         tkvi_truncate_list(kv, seq, layer, n_tokens, tkvi_shift_after_cut(kv, seq, layer, n_tokens));
     }
     tkvi_forget_tokens(kv, seq, n_tokens);
-    tkvi_wipe_work_space(kv);
     tkvi_release_unused(kv, seq);
     if (tkvi_n_pages_taken(&kv->pool) >
         pages_before) /* after evictions the reserved tokens may need more blocks than before */
@@ -1023,11 +1022,10 @@ static void tkvi_clear_seq(tkv_cache *kv, int seq) {
         while (list->n > 0) tkvi_release_entry(&kv->pool, ids[--list->n]);
         memset(list, 0, sizeof *list);
     }
-    tkvi_forget_tokens(kv, seq, 0);
     kv->seq[seq].in_step = 0;
     if (TKVI_HAS_METER && kv->meter && kv->meter->seq == seq) tkvi_meter_clear(kv->meter);
     tkvi_reserve_slots(kv, seq, 0);
-    tkvi_wipe_work_space(kv);
+    tkvi_forget_tokens(kv, seq, 0); /* when the meter watches it no more */
 }
 
 TKV_API tkv_status tkv_seq_reset(tkv_cache *kv, int seq) {

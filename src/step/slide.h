@@ -221,7 +221,6 @@ TKV_API tkv_status tkv_seq_slide(tkv_cache *kv, int seq, int n, int *n_removed) 
     tkvi_reserve_slots(kv, seq, 0);
     for (layer = 0; layer < cfg->model.n_layers; layer++) tkvi_slide_list(kv, seq, layer, &slide.gone);
     tkvi_forget_tokens(kv, seq, slide.gone.from);
-    tkvi_wipe_work_space(kv);
     tkvi_remember_turns(kv, seq);
     tkvi_release_unused(kv, seq);
     if (n_removed) *n_removed = slide.gone.to - slide.gone.from;
