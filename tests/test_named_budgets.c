@@ -212,19 +212,19 @@ static int check_seed(int seed, int n_evicting) {
     cfg->budget.bytes = enough;
     n = cfg->evict.policy && !may_fix_slots(&plan) && n_evicting > n_tokens ? n_evicting : n_tokens;
     if (cfg->limits.max_tokens && n > cfg->limits.max_tokens) n = cfg->limits.max_tokens;
-    append_all(seed, &plan, n, 0);
-    append_all(seed, &plan, n, 1);
+    if (!tkv_test_quick() || seed % 2) append_all(seed, &plan, n, 0);
+    if (!tkv_test_quick() || seed % 2 == 0) append_all(seed, &plan, n, 1);
     return 1;
 }
 
 TEST(a_named_budget_is_enough) {
-    const int n_seeds = tkv_test_quick() ? 60 : tkv_test_long() ? 20000 : 250;
+    const int n_seeds = tkv_test_quick() ? 40 : tkv_test_long() ? 20000 : 250;
     int seed, n_valid = 0;
     tkv_rng fill = tkv_rng_seed(3);
     tkv_rng_fill(&fill, k_in, COUNT(k_in), 1.0);
     tkv_rng_fill(&fill, v_in, COUNT(v_in), 1.0);
     tkv_rng_fill(&fill, queries, COUNT(queries), 1.0);
-    for (seed = 0; seed < n_seeds; seed++) n_valid += check_seed(seed, seed % 8 ? 700 : 2500);
+    for (seed = 0; seed < n_seeds; seed++) n_valid += check_seed(seed, seed % 8 || tkv_test_quick() ? 700 : 2500);
     CHECK(n_valid > n_seeds / 4);
 }
 
