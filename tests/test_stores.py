@@ -448,6 +448,7 @@ class Valkey(Server):
             return int(re.search(r"^prefix_store_%s_total (\d+)$" % name, f.read(), re.M).group(1))
 
     def test_wrong_values(self):
+        self.take_short_prompt()
         alone = self.without()
         first, adopted = self.read(), self.read()
         self.read("--salt", "tenant")
