@@ -224,7 +224,8 @@ TEST(a_named_budget_is_enough) {
     tkv_rng_fill(&fill, k_in, COUNT(k_in), 1.0);
     tkv_rng_fill(&fill, v_in, COUNT(v_in), 1.0);
     tkv_rng_fill(&fill, queries, COUNT(queries), 1.0);
-    for (seed = 0; seed < n_seeds; seed++) n_valid += check_seed(seed, seed % 8 || tkv_test_quick() ? 700 : 2500);
+    for (seed = 0; seed < n_seeds; seed++)
+        n_valid += check_seed(seed, seed % 8 || tkv_test_quick() ? 700 : 2500);
     CHECK(n_valid > n_seeds / 4);
 }
 
