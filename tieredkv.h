@@ -130,7 +130,7 @@
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
  *   cfg.model.n_layers = 32; cfg.model.n_heads = 32; cfg.model.n_kv_heads = 8; cfg.model.head_dim = 128;
  *   tkv_cache *kv;
- *   char reason[200];                                          // which field is wrong, and what would be right
+ *   char reason[512];                                          // which field is wrong, and what would be right
  *   if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0
@@ -2514,7 +2514,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
  *                     rotation and protected layers are not mapped)
  *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
- * its value and the values that are allowed. `reason` may be NULL.
+ * its value and the values that are allowed; 512 bytes hold the longest. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG        a field is wrong
  *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes

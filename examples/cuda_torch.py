@@ -14,7 +14,7 @@ import sys
 
 F32, F16, BF16 = 0, 1, 2  # tkv_type
 CONFIG_BYTES = 4096       # more than sizeof(tkv_config)
-REASON_BYTES = 200
+REASON_BYTES = 512
 
 
 class Config(ctypes.Structure):

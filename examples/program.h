@@ -229,7 +229,7 @@ static inline tkv_isa program_isa_of(const tkv_cache *kv) {
 
 static inline tkv_cache *create(const tkv_config *cfg) {
     tkv_cache *kv = NULL;
-    char reason[400];
+    char reason[512];
     tkv_status status = tkv_validate_config(cfg, reason, sizeof reason);
     if (status != TKV_OK) fail("%s", reason);
     status = tkv_create(cfg, &kv);

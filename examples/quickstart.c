@@ -27,7 +27,7 @@ int main(void) {
     cfg.model.n_kv_heads = 8; /* four query heads share one head of K and V */
     cfg.model.head_dim = 128;
     tkv_cache *kv = NULL;
-    char reason[200]; /* receives a sentence that names the wrong field */
+    char reason[512]; /* receives a sentence that names the wrong field */
     const tkv_status created = tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason);
     if (created != TKV_OK) {
         fprintf(stderr, "%s\n", reason);

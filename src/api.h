@@ -651,7 +651,7 @@ TKV_API tkv_status tkv_apply_preset(tkv_config *cfg, const char *name);
  *                     rotation and protected layers are not mapped)
  *   k4v3 k4v2         128 exact, then keys in 4 bits and values in 3 or 2 bits (also AKVCache) */
 /* Checks every field of a config. On an error `reason` gets one sentence, cut to `size` bytes. It names the field,
- * its value and the values that are allowed. `reason` may be NULL.
+ * its value and the values that are allowed; 512 bytes hold the longest. `reason` may be NULL.
  * Errors:
  *   TKV_ERR_CONFIG        a field is wrong
  *   TKV_ERR_BUDGET        cfg.budget.bytes is less than an empty cache takes

@@ -128,7 +128,7 @@
  *   tkv_config cfg = {0};                                      // zero means default, everywhere
  *   cfg.model.n_layers = 32; cfg.model.n_heads = 32; cfg.model.n_kv_heads = 8; cfg.model.head_dim = 128;
  *   tkv_cache *kv;
- *   char reason[200];                                          // which field is wrong, and what would be right
+ *   char reason[512];                                          // which field is wrong, and what would be right
  *   if (tkv_create_ex(&cfg, NULL, 0, &kv, reason, sizeof reason) != TKV_OK) return puts(reason), 1;
  *   for each step, for each layer:
  *       tkv_append(kv, 0, layer, k, v, n);                     // [n][8][128] each, n new tokens of sequence 0

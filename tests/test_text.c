@@ -506,6 +506,7 @@ static void check_list_of_text(const tkv_config *cfg, const char *text, const ch
     CHECK_EQ(tkv_create_ex(cfg, text, strlen(text), &kv, reason, sizeof reason), TKV_ERR_CONFIG);
     list = strstr(reason, "; it must be one of:");
     CHECK_MSG(strstr(reason, begin) == reason && list, "%s", reason);
+    CHECK(strlen(reason) < 512);
     if (list) check_formats_listed(list + strlen("; it must be one of:"), side);
 }
 
@@ -518,8 +519,9 @@ TEST(wrong_names_list_the_right_ones) {
     CHECK(strstr(reason, "it must be the name of a preset: quality, balanced, compact,"));
     for (i = 0; (name = tkv_get_name(TKV_NAME_PRESET, i)) != NULL; i++)
         CHECK_MSG(strstr(reason, name), "%s in %s", name, reason);
-    CHECK(i > 20);
+    CHECK(i > 20 && strlen(reason) < 512);
     CHECK_EQ(tkv_parse_config(&cfg, NULL, "tiers.archive = q9", 18, reason, sizeof reason), TKV_ERR_CONFIG);
+    CHECK(strlen(reason) < 512);
     k = strstr(reason, ": K ");
     v = strstr(reason, "; V ");
     CHECK(k && v);
