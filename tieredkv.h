@@ -37537,8 +37537,8 @@ static const tkvi_consumer tkvi_score_output_consumer = {
 /*
  * attention/reference.h - attention by its definition, slow, for tests.
  *
- * It decodes each block for each row and head, and computes in double. Pass 0 finds the maximum, pass 1 the sums,
- * pass 2 p->scores if requested. It shares with attention/attend.h the check of the call, and no arithmetic.
+ * It decodes each block for each row and a few heads, and computes in double. It shares with attention/attend.h the
+ * check of the call, and no arithmetic.
  */
 #ifndef TKVI_ATTENTION_REFERENCE_H
 #define TKVI_ATTENTION_REFERENCE_H
@@ -37581,107 +37581,165 @@ static double tkvi_ref_logit(const tkvi_call *c, int item, int row, int query, i
     return s + add;
 }
 
-static int tkvi_ref_is_finite(const tkvi_call *c, int row, int head) {
-    int i, finite = 1;
-    for (i = 0; i < c->plan->geometry.head_dim; i++)
-        finite &= tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, row * c->q_row + head * c->q_head + i));
-    return finite;
+enum {
+    TKVI_REF_HEADS = 4,
+    TKVI_REF_TOKENS = 16
+}; /* computed together: query heads of a KV head, tokens of a block */
+
+typedef struct tkvi_ref_head { /* one query head of one row */
+    int is_finite;             /* 0: a query or a logit is not, so the row sees no key and no learned sink */
+    double top, sum;           /* the largest logit so far, -1e300 at first; the sum of exp(logit - top) */
+    double out[TKV_MAX_HEAD_DIM]; /* the same sum, of values */
+} tkvi_ref_head;
+
+typedef struct tkvi_ref_row {
+    const tkvi_call *c;
+    int item, row, query;
+    int head, n_heads; /* query heads `head` .. head + n_heads - 1, which share a KV head */
+    tkvi_ref_head at[TKVI_REF_HEADS];
+    float x[TKVI_REF_TOKENS * TKV_MAX_HEAD_DIM]; /* decoded keys or values */
+    double logit[TKVI_REF_HEADS][TKVI_REF_TOKENS];
+    int seen[TKVI_REF_HEADS][TKVI_REF_TOKENS];
+} tkvi_ref_row;
+
+static void tkvi_ref_begin(tkvi_ref_row *r) {
+    const tkvi_call *c = r->c;
+    int h, i;
+    for (h = 0; h < r->n_heads; h++) {
+        tkvi_ref_head *at = &r->at[h];
+        const int head = r->head + h;
+        memset(at, 0, sizeof *at);
+        at->is_finite = 1;
+        at->top = -1e300; /* far below each logit, which is a float */
+        for (i = 0; i < c->plan->geometry.head_dim; i++)
+            at->is_finite &=
+                tkvi_is_finite(tkvi_element(c->p->q, c->p->q_type, r->row * c->q_row + head * c->q_head + i));
+        if (!c->p->sink_logits || !tkvi_is_finite(c->p->sink_logits[head])) continue;
+        at->top = (double)c->p->sink_logits[head];
+        at->sum = 1.0;
+    }
 }
 
-/* Tokens of a block that are decoded at a time. */
-static int tkvi_ref_tokens(int dim) { return dim > 256 ? 16 : TKVI_BLOCK; }
-
-/* Attention of one query head of one row. */
-static tkv_status tkvi_ref_row(const tkvi_call *c, int item, int row, int query, int head) {
-    const tkv_cache *kv = c->kv;
-    const tkvi_geometry *g = &c->plan->geometry;
-    const tkvi_list *list = tkvi_list_of(kv, c->rows[item].seq, c->plan->stored_layer);
-    const uint32_t *ids = tkvi_ids(kv, c->rows[item].seq, c->plan->stored_layer);
-    float x[TKVI_BLOCK * 256]; /* keys or values of a block, or of 16 tokens */
-    double s, top = 0.0, sum = 0.0, w[TKVI_BLOCK], out[TKV_MAX_HEAD_DIM];
-    int sees[TKVI_BLOCK];
-    tkvi_fetch_buffer room[2];
-    int finite = tkvi_ref_is_finite(c, row, head); /* 0: the row sees no key and no learned sink */
-    int pass, i, j, t, any = 0;
-    ptrdiff_t at = row * c->out_row + head * c->out_head;
-    memset(out, 0, sizeof out);
-    tkvi_empty_buffer(&room[0], c->rows[item].seq, c->plan->stored_layer);
-    tkvi_empty_buffer(&room[1], c->rows[item].seq, c->plan->stored_layer);
-    if (c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head])) {
-        top = (double)c->p->sink_logits[head];
-        any = 1;
-    }
-    for (pass = 0; pass < 3; pass++) {
-        if (pass == 1 && finite && c->p->sink_logits && tkvi_is_finite(c->p->sink_logits[head]))
-            sum = exp((double)c->p->sink_logits[head] - top);
-        for (i = 0; i < list->n; i++) {
-            const tkvi_block *b = tkvi_block_of(kv, ids[i]);
-            const tkvi_record *rec = &kv->tables.layout[b->layout].record[head / c->heads_per_kv];
-            const uint8_t *k, *v = NULL;
-            const int n = tkvi_block_tokens(kv, list, ids, i);
-            const uint64_t there = tkvi_live_mask(&kv->pool.entry[ids[i]], n);
-            tkv_status st;
-            if (tkvi_has_no_source(kv, b)) continue; /* no row sees it: tkvi_call_init */
-            st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_K, &room[0], &k);
-            if (!st && pass == 1)
-                st = tkvi_get_side_bytes(kv, ids[i], head / c->heads_per_kv, TKV_V, &room[1], &v);
-            if (st) return st;
-            if (!finite) continue;
-            for (t = 0; t < n; t++) {
-                const int at_once = tkvi_ref_tokens(g->head_dim), from = t % at_once;
-                float *key = x + from * g->head_dim;
-                int seen = 0;
-                sees[t] = 0;
-                if (!from) tkvi_decode_side(&rec->k, k, t, tkvi_min(at_once, n - t), x, (size_t)g->head_dim);
-                if (!(there >> t & 1) || !finite) continue;
-                if (TKVI_HAS_MOVES && kv->pool.entry[ids[i]].turned)
-                    tkvi_rope_rotate(c->plan->rope, kv->pool.entry[ids[i]].turned, 0, key);
-                j = tkvi_slot_index(kv, ids[i], t);
-                s = tkvi_ref_logit(c, item, row, query, head, key, i, t, j, &seen);
-                if (!seen) continue;
-                if (pass == 0) {
-                    finite &= tkvi_is_finite((float)s); /* a logit beyond a float empties the row */
-                    top = any && top > s ? top : s;
-                    any = 1;
-                    continue;
-                }
-                sees[t] = 1;
-                w[t] = exp(s - top);
-                if (pass == 2) c->p->scores[item * c->score_stride + j] += (float)(w[t] / sum);
-            }
-            if (pass != 1) continue;
-            for (t = 0; t < n; t++) {
-                const int at_once = tkvi_ref_tokens(g->v_head_dim), from = t % at_once;
-                int ch;
-                if (!from)
-                    tkvi_decode_side(&rec->v, v, t, tkvi_min(at_once, n - t), x, (size_t)g->v_head_dim);
-                if (!sees[t]) continue;
-                sum += w[t];
-                for (ch = 0; ch < g->v_head_dim; ch++) out[ch] += w[t] * (double)x[from * g->v_head_dim + ch];
-            }
+/* The logits of all heads for slots t .. t + n - 1 of entry i, whose keys are these bytes. */
+static void tkvi_ref_logits(tkvi_ref_row *r, const uint32_t *ids, const tkvi_list *list, int i,
+                            const tkvi_side *side, const uint8_t *k, int t, int n) {
+    const tkvi_entry *e = &r->c->kv->pool.entry[ids[i]];
+    const int dim = r->c->plan->geometry.head_dim;
+    const uint64_t there = tkvi_live_mask(e, tkvi_block_tokens(r->c->kv, list, ids, i));
+    int j, h;
+    tkvi_decode_side(side, k, t, n, r->x, (size_t)dim);
+    for (j = 0; j < n; j++) {
+        float *key = r->x + j * dim;
+        const int index = tkvi_slot_index(r->c->kv, ids[i], t + j);
+        if (TKVI_HAS_MOVES && e->turned) tkvi_rope_rotate(r->c->plan->rope, e->turned, 0, key);
+        for (h = 0; h < r->n_heads; h++) {
+            r->seen[h][j] = 0;
+            if (there >> (t + j) & 1 && r->at[h].is_finite)
+                r->logit[h][j] = tkvi_ref_logit(r->c, r->item, r->row, r->query, r->head + h, key, i, t + j,
+                                                index, &r->seen[h][j]);
         }
-        if (pass == 1 && !c->p->scores) break;
     }
-    for (i = 0; i < g->v_head_dim; i++)
-        tkvi_store_element(c->p->out, c->p->out_type, at + i, sum > 0.0 ? (float)(out[i] / sum) : 0.0f);
-    if (c->p->lse)
-        c->p->lse[(ptrdiff_t)row * g->n_heads + head] =
-            sum > 0.0 ? (float)(top + log(sum)) : tkvi_from_bits(0xff800000u);
+}
+
+/* Adds a token to a head. A larger logit than all before scales the sums down to it. */
+static void tkvi_ref_add(tkvi_ref_head *at, double logit, const float *v, int dim) {
+    double scale, w;
+    int i;
+    at->is_finite &= tkvi_is_finite((float)logit);
+    if (!at->is_finite) return;
+    if (logit > at->top) {
+        scale = exp(at->top - logit);
+        at->sum *= scale;
+        for (i = 0; i < dim; i++) at->out[i] *= scale;
+        at->top = logit;
+    }
+    w = exp(logit - at->top);
+    at->sum += w;
+    for (i = 0; i < dim; i++) at->out[i] += w * (double)v[i];
+}
+
+/* Looks at all tokens of a row: adds them to its heads, or, if that is done, gives p->scores their weights. */
+static tkv_status tkvi_ref_tokens(tkvi_ref_row *r, int scores) {
+    const tkvi_call *c = r->c;
+    const tkv_cache *kv = c->kv;
+    const tkvi_list *list = tkvi_list_of(kv, c->rows[r->item].seq, c->plan->stored_layer);
+    const uint32_t *ids = tkvi_ids(kv, c->rows[r->item].seq, c->plan->stored_layer);
+    const int kv_head = r->head / c->heads_per_kv, v_dim = c->plan->geometry.v_head_dim;
+    tkvi_fetch_buffer room[2];
+    int i, t, j, h;
+    tkvi_empty_buffer(&room[0], c->rows[r->item].seq, c->plan->stored_layer);
+    tkvi_empty_buffer(&room[1], c->rows[r->item].seq, c->plan->stored_layer);
+    for (i = 0; i < list->n; i++) {
+        const tkvi_block *b = tkvi_block_of(kv, ids[i]);
+        const tkvi_record *rec = &kv->tables.layout[b->layout].record[kv_head];
+        const int n = tkvi_block_tokens(kv, list, ids, i);
+        const uint8_t *k, *v = NULL;
+        tkv_status st;
+        if (tkvi_has_no_source(kv, b)) continue; /* no row sees it: tkvi_call_init */
+        st = tkvi_get_side_bytes(kv, ids[i], kv_head, TKV_K, &room[0], &k);
+        if (!st && !scores) st = tkvi_get_side_bytes(kv, ids[i], kv_head, TKV_V, &room[1], &v);
+        if (st) return st;
+        for (t = 0; t < n; t += TKVI_REF_TOKENS) {
+            const int now = tkvi_min(TKVI_REF_TOKENS, n - t);
+            tkvi_ref_logits(r, ids, list, i, &rec->k, k, t, now);
+            if (!scores) tkvi_decode_side(&rec->v, v, t, now, r->x, (size_t)v_dim);
+            for (h = 0; h < r->n_heads; h++)
+                for (j = 0; j < now; j++) {
+                    tkvi_ref_head *at = &r->at[h];
+                    if (!r->seen[h][j]) continue;
+                    if (!scores) tkvi_ref_add(at, r->logit[h][j], r->x + j * v_dim, v_dim);
+                    else
+                        c->p->scores[r->item * c->score_stride + tkvi_slot_index(kv, ids[i], t + j)] +=
+                            (float)(exp(r->logit[h][j] - at->top) / at->sum);
+                }
+        }
+    }
+    return TKV_OK;
+}
+
+/* Attention of some query heads of one row. */
+static tkv_status tkvi_ref_attend(tkvi_ref_row *r) {
+    const tkvi_call *c = r->c;
+    const tkvi_geometry *g = &c->plan->geometry;
+    tkv_status st;
+    int h, i;
+    tkvi_ref_begin(r);
+    st = tkvi_ref_tokens(r, 0);
+    if (!st && c->p->scores) st = tkvi_ref_tokens(r, 1);
+    if (st) return st;
+    for (h = 0; h < r->n_heads; h++) {
+        const int head = r->head + h;
+        const double sum = r->at[h].is_finite ? r->at[h].sum : 0.0;
+        for (i = 0; i < g->v_head_dim; i++)
+            tkvi_store_element(c->p->out, c->p->out_type, r->row * c->out_row + head * c->out_head + i,
+                               sum > 0.0 ? (float)(r->at[h].out[i] / sum) : 0.0f);
+        if (c->p->lse)
+            c->p->lse[(ptrdiff_t)r->row * g->n_heads + head] =
+                sum > 0.0 ? (float)(r->at[h].top + log(sum)) : tkvi_from_bits(0xff800000u);
+    }
     return TKV_OK;
 }
 
 TKV_API tkv_status tkv_attend_reference(tkv_cache *kv, const tkv_attend_params *p) {
     tkvi_call c;
-    int item, query, head, n_before = 0;
+    tkvi_ref_row r;
+    int kv_head, end, n_before = 0;
     tkv_status st = tkvi_call_init(&c, kv, p);
     if (st) return tkvi_fail_reader(kv, st, c.why[0], c.number, c.why[1]);
     tkvi_clear_scores(&c);
-    for (item = 0; item < c.n_rows; item++) {
-        for (query = 0; query < c.rows[item].n; query++)
-            for (head = c.first_kv_head * c.heads_per_kv;
-                 head < (c.first_kv_head + c.n_kv_heads) * c.heads_per_kv && !st; head++)
-                st = tkvi_ref_row(&c, item, tkvi_first_row(p, item, n_before) + query, query, head);
-        n_before += c.rows[item].n;
+    r.c = &c;
+    for (r.item = 0; r.item < c.n_rows; r.item++) {
+        for (r.query = 0; r.query < c.rows[r.item].n; r.query++) {
+            r.row = tkvi_first_row(p, r.item, n_before) + r.query;
+            for (kv_head = c.first_kv_head; kv_head < c.first_kv_head + c.n_kv_heads; kv_head++) {
+                end = (kv_head + 1) * c.heads_per_kv;
+                for (r.head = end - c.heads_per_kv; r.head < end && !st; r.head += r.n_heads) {
+                    r.n_heads = tkvi_min(TKVI_REF_HEADS, end - r.head);
+                    st = tkvi_ref_attend(&r);
+                }
+            }
+        }
+        n_before += c.rows[r.item].n;
     }
     return st ? tkvi_fail_fetching(kv, st, p->layer) : TKV_OK;
 }
