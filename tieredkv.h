@@ -893,8 +893,8 @@
  *     heads of a KV head
  *     with scores, sampled queries, a meter  twice as many                                attend_part: with a meter and
  *                                                                                         another three times as many
- *   attend_reference                         0; reads B three times for each row and      with scores four times
- *                                            query head
+ *   attend_reference                         0; reads B twice for each row and up to four with scores three times
+ *                                            query heads of a KV head
  *   read, read_tokens                        0; reads the blocks of each run of indices once
  *   promote, promote_important               0; reads 1, reads per_step
  *   reports, scores, tkv_check               0; read none
@@ -1125,7 +1125,7 @@
  *     | first save | what the second one changed | ... | what the last one changed |
  *
  *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache, 8 shifts of lists | u32 tokens of the caller's
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache, 8 ends of lists | u32 tokens of the caller's
  *            zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
@@ -1137,7 +1137,8 @@
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
  *            runs of entries | runs of blocks | token_meta [n], if a flag says so
- *            i32 position of the next token less the length, if a flag says so: where the last tokens are gone
+ *            i32 position of the next token less the length | i32 position behind the expired tokens; both if a flag
+ *            says so: where the tokens that are there do not tell them
  *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
  *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
  *            u64 evicted_mask | u64 sink_mask
@@ -2844,11 +2845,11 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
 /* Appends the tokens of src with positions first .. end - 1 to dst, in all layers; end TKV_UNLIMITED: all from `first`
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
- * follow those of dst, and each token has the same one in all layers, also where some layers of src have lost others.
- * So a document that was read once joins several prompts, or one token several sequences. Its keys and values are those
- * of the text that it was read in. Named sinks go along, pins and states stay behind. Reservations of src and dst end.
- * The first tokens of an empty dst are sinks only if they are sinks of src: a copy that begins later has none, unless
- * tkv_seq_set_sinks names some.
+ * follow those of dst. A token has the same one in all layers, also where some layers of src have lost others: tokens
+ * of the range that are gone take indices, too, and count for max_tokens. So a document that was read once joins
+ * several prompts, or one token several sequences. Its keys and values are those of the text that it was read in. Named
+ * sinks go along, pins and states stay behind. Reservations of src and dst end. The first tokens of an empty dst are
+ * sinks only if they are sinks of src: a copy that begins later has none, unless tkv_seq_set_sinks names some.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors
@@ -27856,11 +27857,12 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int anchors;              /* blocks of anchors; the count of sinks has them too */
     int len;                  /* tokens ever appended */
-    int expired;              /* tokens before this position have expired (they left the window) */
-    int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
-    int step_len;             /* len when the open step began */
-    int evict_len; /* forecast: len of the last attention before the next eviction; below len: unknown */
-    int is_moved;  /* 0: no entry has a shift, nor has the list */
+    int expired;              /* tokens before this index have expired (they left the window) */
+    int expired_end; /* with expired ones: the position behind the highest of them, which no window may reach */
+    int chunk_start; /* len before the last append; its tokens stay exact until the next append */
+    int step_len;    /* len when the open step began */
+    int evict_len;   /* forecast: len of the last attention before the next eviction; below len: unknown */
+    int is_moved;    /* 0: no entry has a shift, nor has the list */
     /* The position of the next token, less its index. The list has it for itself, as the entries of its last tokens may
      * go, in one layer sooner than in another. step_shift: when the open step began */
     int shift, step_shift;
@@ -28196,10 +28198,10 @@ static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list 
     return i;
 }
 
-/* Position that follows the expired tokens, for lists with blocks: it moves with the first block that may expire. */
-static int tkvi_expired_position(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
+/* expired_end of a list as its tokens tell it: right where no position jumps near the border. */
+static int tkvi_told_expired_end(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
     const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list, ids), list->n - 1);
-    return list->expired + kv->pool.entry[ids[first]].shift;
+    return list->expired + (list->n ? kv->pool.entry[ids[first]].shift : list->shift);
 }
 
 /* Number of tokens that have expired. Indices of sinks that stay are before `expired`, too. */
@@ -32942,6 +32944,10 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     int end = first + tkvi_n_expiring(kv, seq, layer), i;
     if (first == end) return;
     if (first > 0) tkvi_end_slots(kv, list, ids, first - 1);
+    if (!list->expired) list->expired_end = 0;
+    for (i = first; i < end; i++)
+        list->expired_end =
+            tkvi_max(list->expired_end, tkvi_block_end(kv, list, ids, i) + kv->pool.entry[ids[i]].shift);
     list->expired = tkvi_block_start(kv, ids, end);
     for (i = first; i < end; i++) {
         tkvi_entry *e = &kv->pool.entry[ids[i]];
@@ -35209,7 +35215,7 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
             oldest = tkvi_min(oldest, lowest > start + shift ? lowest - shift : start);
     }
-    return tkvi_expired_position(kv, layer, list, ids) > lowest ? list->expired - 1 : oldest;
+    return list->expired && list->expired_end > lowest ? list->expired - 1 : oldest;
 }
 
 /* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */
@@ -38855,8 +38861,7 @@ static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const 
         if (positions[t] < 0 || positions[t] >= TKVI_POSITIONS)
             return tkvi_fail(kv, TKV_ERR_RANGE, "token_positions has", positions[t],
                              "; positions are 0 to 2^30 - 1");
-        if (list->n && list->expired &&
-            positions[t] - tkvi_expired_position(kv, layer, list, tkvi_ids(kv, seq, layer)) < window)
+        if (list->n && list->expired && positions[t] - list->expired_end < window)
             return tkvi_fail(kv, TKV_ERR_RANGE, "tokens that the window of position", positions[t],
                              " reaches have expired");
         *n_jumps += positions[t] != next;
@@ -39413,7 +39418,7 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const int last = tkvi_min(n_tokens, list->len) - 1;
     if (!list->is_moved || !list->n || last < list->expired)
         return fewest; /* a cut can leave no block, but tokens gone; and expired tokens tell no position */
-    return tkvi_expired_position(kv, layer, list, ids) + (int64_t)kv->tables.plan[layer].kept_window -
+    return list->expired_end + (int64_t)kv->tables.plan[layer].kept_window -
            (tkvi_index_position(kv, list, ids, last) - last);
 }
 
@@ -40737,8 +40742,8 @@ static int tkvi_first_index_in(const tkv_cache *kv, int seq, const tkvi_range *r
         for (i = 0; i < list->n; i++) {
             uint64_t mask;
             tkvi_indices_in(kv, list, ids, i, range, &from, &to);
-            mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
-            for (t = 0; t < TKVI_BLOCK; t++)
+            mask = from < tkvi_min(to, first) ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
+            for (t = 0; mask && t < TKVI_BLOCK; t++)
                 if (mask >> t & 1) first = tkvi_min(first, tkvi_slot_index(kv, ids[i], t));
         }
     }
@@ -40748,15 +40753,22 @@ static int tkvi_first_index_in(const tkv_cache *kv, int seq, const tkvi_range *r
 TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_range range;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
-    int layer, len = 0, first_index;
+    int layer, len = 0, longest = 0, first_index, reaches_end = 0;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
+        longest = tkvi_max(longest, list->len);
+        reaches_end |= (int64_t)list->len + list->shift < range.end;
+    }
     first_index = tkvi_first_index_in(kv, seq, &range);
-    if (first_index == TKVI_FOREVER) return tkvi_ok(kv); /* else a tail without tokens would be cut */
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored_layer == layer)
-            len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
-    if (len < tkv_get_length(kv, seq, TKV_ALL_LAYERS)) st = tkv_seq_truncate(kv, seq, len);
+    if (first_index == TKVI_FOREVER) {                         /* a tail without tokens is not cut */
+        if (reaches_end) tkvi_forget_tokens(kv, seq, longest); /* a state can be ahead of the tokens */
+        return tkvi_ok(kv);
+    }
+    if (len < longest) st = tkv_seq_truncate(kv, seq, len);
     if (st) return st;
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -40884,11 +40896,20 @@ static int tkvi_count_splits(tkv_cache *kv, const void *what, tkvi_demand *deman
     return longest;
 }
 
+/* expired_end after a move. Expired tokens have no position; they keep their distance where all that is left moves
+ * alike. */
+static int tkvi_moved_expired_end(const tkvi_list *list, const tkvi_move *move) {
+    const int moves = move->range.first <= list->expired_end && tkvi_reaches_end(list, &move->range);
+    return tkvi_clamp_index((int64_t)list->expired_end + (moves ? move->delta : 0), -TKVI_POSITIONS,
+                            TKVI_POSITIONS);
+}
+
 /* Moves the tokens of a layer. There must be room for the entries of tkvi_count_splits. */
 static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
     tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
     int i, from, to, slot;
+    list->expired_end = tkvi_moved_expired_end(list, move);
     if (tkvi_reaches_end(list, &move->range))
         list->shift =
             tkvi_clamp_index((int64_t)list->len + list->shift + move->delta, 0, TKVI_POSITIONS) - list->len;
@@ -40939,9 +40960,8 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     }
     if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
-    first = tkvi_expired_position(kv, layer, list, ids);
+    first = tkvi_moved_expired_end(list, move);
     last = (int64_t)list->len + list->shift;
-    if (first >= move->range.first && first < move->range.end) first += move->delta;
     if (tkvi_reaches_end(list, &move->range)) last += move->delta;
     if (last - first < kv->tables.plan[layer].kept_window)
         return tkvi_fail(kv, TKV_ERR_RANGE,
@@ -40998,6 +41018,17 @@ typedef struct tkvi_even_run {
     int from, to, shift, is_uneven;
 } tkvi_even_run;
 
+/* 1 if a layer has the token of an index with another shift. */
+static int tkvi_is_uneven_at(const tkv_cache *kv, int seq, int index, int shift) {
+    int layer, i, slot;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        i = tkvi_find_token(kv, tkvi_list_of(kv, seq, layer), ids, index, &slot);
+        if (i >= 0 && kv->pool.entry[ids[i]].shift != shift) return 1;
+    }
+    return 0;
+}
+
 /* Finds the run that begins where *run ends. Returns 0 if there is none. */
 static int tkvi_next_run(const tkv_cache *kv, int seq, tkvi_even_run *run) {
     const int from = run->to, first = tkvi_first_index_from(kv, seq, from, -TKVI_POSITIONS, &run->shift);
@@ -41005,7 +41036,9 @@ static int tkvi_next_run(const tkv_cache *kv, int seq, tkvi_even_run *run) {
     run->from = from;
     run->is_uneven = 0;
     if (first < TKVI_FOREVER) {
-        run->to = tkvi_first_index_from(kv, seq, first, run->shift, &unused);
+        run->to = tkvi_is_uneven_at(kv, seq, first, run->shift)
+                      ? first
+                      : tkvi_first_index_from(kv, seq, first, run->shift, &unused);
         run->is_uneven = run->to == from;
         run->to += run->is_uneven;
         if (run->to < TKVI_FOREVER) return 1;
@@ -41159,7 +41192,7 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     tkv_status st = TKV_OK;
     int i, from, to;
-    if (list->n && list->expired && tkvi_expired_position(kv, layer, list, ids) > copy->range.first)
+    if (list->n && list->expired && list->expired_end > copy->range.first)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
     if (dst->expired)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
@@ -41207,6 +41240,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
     tkvi_reserve_slots(kv, dst, 0);
     run.to = 0;
+    tkvi_forget_tokens(kv, dst, len); /* states of other tokens */
     while (tkvi_next_copied(kv, &copy, &run, &from, &to))
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_run(kv, layer, &copy, from, to);
@@ -41367,6 +41401,7 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     /* Where all tokens behind the sinks that expired are among those that go, later queries may come near them: what is
      * missing there is gone because the caller wished it. */
     list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
+    list->expired_end = list->expired ? list->expired_end - (gone->to - gone->from) : 0;
     list->is_moved = list->n > 0 || list->shift;
     for (i = 0; i < list->n; i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
 }
@@ -45725,8 +45760,7 @@ enum {
     TKVI_SAVED_HAS_META = 1,
     TKVI_SAVED_HAS_SCORES = 2,
     TKVI_SAVED_IS_CACHE = 4,
-    TKVI_SAVED_HAS_SHIFTS =
-        8 /* a list ends with its shift; else it has that of the last token that is there */
+    TKVI_SAVED_HAS_SHIFTS = 8 /* a list ends with its shift and expired_end; else its tokens tell them */
 };
 
 typedef enum tkvi_saved_kind {
@@ -45946,10 +45980,10 @@ typedef struct tkvi_saved_list {
     size_t meta_bytes;                      /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
         n_block_runs;
-    int shift;    /* where a flag says so; else 0 */
-    int run;      /* of the entry that was read last */
-    int is_cache; /* 1: of a whole cache */
-    int seq;      /* of a whole cache: its sequence; else 0 */
+    int shift, expired_end; /* where a flag says so; else 0 */
+    int run;                /* of the entry that was read last */
+    int is_cache;           /* 1: of a whole cache */
+    int seq;                /* of a whole cache: its sequence; else 0 */
 } tkvi_saved_list;
 
 static const uint8_t *tkvi_saved_entries(const tkvi_saved_list *list, int run) {
@@ -45972,9 +46006,10 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, int seq, tkvi
     memset(out, 0, sizeof *out);
     out->is_cache = is_cache;
     out->seq = is_cache ? seq : 0;
-    if (flags & TKVI_SAVED_HAS_SHIFTS && s.n >= TKVI_SAVED_LIST + 4) {
-        s.n -= 4;
+    if (flags & TKVI_SAVED_HAS_SHIFTS && s.n >= TKVI_SAVED_LIST + 8) {
+        s.n -= 8;
         out->shift = tkvi_saved_int(s.at + s.n);
+        out->expired_end = tkvi_saved_int(s.at + s.n + 4);
     }
     if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
     for (i = 0; i < 12; i++) {
@@ -46972,7 +47007,8 @@ static void tkvi_view_layer(tkvi_saver *s, int seq, int layer) {
     s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
 }
 
-/* 1 if the tokens that are saved do not tell the next position of a layer: the last ones are gone in all layers. */
+/* 1 if the tokens that are saved do not tell the next position of a layer, as the last ones are gone in all layers, or
+ * the positions of expired ones. */
 static int tkvi_must_save_shifts(tkvi_saver *s) {
     const tkv_cache *kv = s->kv;
     int seq = s->is_cache ? 0 : s->p->seq, layer, told, must = 0;
@@ -46981,7 +47017,9 @@ static int tkvi_must_save_shifts(tkvi_saver *s) {
         for (layer = 0; layer < kv->tables.cfg.model.n_layers && !must; layer++) {
             tkvi_view_layer(s, seq, layer);
             (void)tkvi_shift_of_last(kv, seq, layer, s->list.len, &told);
-            must = s->list.shift != told;
+            must = s->list.shift != told ||
+                   (s->list.expired &&
+                    s->list.expired_end != tkvi_told_expired_end(kv, layer, &s->list, s->ids));
         }
     return must;
 }
@@ -47429,7 +47467,8 @@ static void tkvi_emit_list(tkvi_saver *s, int layer) {
     (void)tkvi_emit_block_runs(s, 0, &n_blocks);
     for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
     tkvi_store32(at, (uint32_t)list->shift);
-    if (s->has_shifts) tkvi_emit(s, at, 4);
+    tkvi_store32(at + 4, (uint32_t)list->expired_end);
+    if (s->has_shifts) tkvi_emit(s, at, 8);
 }
 
 /* The first sequence of a whole cache that holds a state: seq, or one before it. */
@@ -48277,7 +48316,8 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
                          "");
     if ((int64_t)list.sinks + list.archive + list.warm > list.n || list.anchors > list.sinks ||
         list.expired > list.len || list.chunk_start > list.len || list.is_moved > 1 ||
-        (list.n && list.expired == list.len) || list.shift < -TKVI_POSITIONS || list.shift > TKVI_POSITIONS ||
+        (list.n && list.expired == list.len) || list.expired_end < -TKVI_POSITIONS ||
+        list.expired_end > TKVI_POSITIONS || list.shift < -TKVI_POSITIONS || list.shift > TKVI_POSITIONS ||
         (list.shift && !list.is_moved))
         return tkvi_refuse_saved_layer(l, "counts of the list do not fit in layer", layer);
     /* A list that lost all its tokens, but not its length, has lost its anchors too. */
@@ -48879,6 +48919,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
     list->shift = from->shift;
+    list->expired_end = from->expired_end;
     return fits;
 }
 
@@ -48946,8 +48987,8 @@ static void tkvi_take_tokens(const tkvi_loader *l) {
     }
 }
 
-/* Gives the lists of the sequence their shifts where the file has none. In files of former versions lists without
- * blocks had lost them. */
+/* Gives the lists of the sequence their shifts, and the ends of expired tokens, where the file has none. In files of
+ * former versions lists without blocks had lost them. */
 static void tkvi_place_shifts(const tkvi_loader *l) {
     int layer;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !(l->flags & TKVI_SAVED_HAS_SHIFTS);
@@ -48955,6 +48996,8 @@ static void tkvi_place_shifts(const tkvi_loader *l) {
         tkvi_list *list = tkvi_list_of(l->kv, l->seq, layer);
         if (TKVI_HAS_MOVES) (void)tkvi_shift_of_last(l->kv, l->seq, layer, list->len, &list->shift);
         list->is_moved |= list->shift != 0;
+        if (list->expired)
+            list->expired_end = tkvi_told_expired_end(l->kv, layer, list, tkvi_ids(l->kv, l->seq, layer));
     }
 }
 

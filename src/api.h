@@ -981,11 +981,11 @@ TKV_API tkv_status tkv_seq_shift(tkv_cache *kv, int seq, int first, int end, int
 /* Appends the tokens of src with positions first .. end - 1 to dst, in all layers; end TKV_UNLIMITED: all from `first`
  * on. Both share the bytes: no token is copied or coded, a compressed one stays compressed. `at` is the position that a
  * token at `first` gets; others keep their distance to it (cfg.model.rope must be set unless at is `first`). Indices
- * follow those of dst, and each token has the same one in all layers, also where some layers of src have lost others.
- * So a document that was read once joins several prompts, or one token several sequences. Its keys and values are those
- * of the text that it was read in. Named sinks go along, pins and states stay behind. Reservations of src and dst end.
- * The first tokens of an empty dst are sinks only if they are sinks of src: a copy that begins later has none, unless
- * tkv_seq_set_sinks names some.
+ * follow those of dst. A token has the same one in all layers, also where some layers of src have lost others: tokens
+ * of the range that are gone take indices, too, and count for max_tokens. So a document that was read once joins
+ * several prompts, or one token several sequences. Its keys and values are those of the text that it was read in. Named
+ * sinks go along, pins and states stay behind. Reservations of src and dst end. The first tokens of an empty dst are
+ * sinks only if they are sinks of src: a copy that begins later has none, unless tkv_seq_set_sinks names some.
  * Errors, nothing changed (with a budget, blocks may be coded again):
  *   TKV_ERR_UNSUPPORTED   at is not `first` and the RoPE of a layer is not set or not TKV_ROPE_FIXED; or there are
  *                         anchors

@@ -891,8 +891,8 @@
  *     heads of a KV head
  *     with scores, sampled queries, a meter  twice as many                                attend_part: with a meter and
  *                                                                                         another three times as many
- *   attend_reference                         0; reads B three times for each row and      with scores four times
- *                                            query head
+ *   attend_reference                         0; reads B twice for each row and up to four with scores three times
+ *                                            query heads of a KV head
  *   read, read_tokens                        0; reads the blocks of each run of indices once
  *   promote, promote_important               0; reads 1, reads per_step
  *   reports, scores, tkv_check               0; read none
@@ -1123,7 +1123,7 @@
  *     | first save | what the second one changed | ... | what the last one changed |
  *
  *   head     "TKVS" | u32 version | u64 end of this save | u64 XXH64 of the model's name | u32 layers | u32 length
- *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache, 8 shifts of lists | u32 tokens of the caller's
+ *            u32 flags: 1 token_meta, 2 scores, 4 a whole cache, 8 ends of lists | u32 tokens of the caller's
  *            zeros to 64
  *   model    u32 options | i32 value of each of cfg.format | for each layer:
  *            i32 layer with its K and V | u32 KV heads | u32 head_dim | u32 v_head_dim (+ 2^31: V is inside K)
@@ -1135,7 +1135,8 @@
  *   list     u32 n | u32 blocks of sinks | archive | warm | anchors | u32 length | u32 expired | u32 chunk_start
  *            u32 is_moved | u32 blocks | u32 runs of entries | u32 runs of blocks
  *            runs of entries | runs of blocks | token_meta [n], if a flag says so
- *            i32 position of the next token less the length, if a flag says so: where the last tokens are gone
+ *            i32 position of the next token less the length | i32 position behind the expired tokens; both if a flag
+ *            says so: where the tokens that are there do not tell them
  *   entries  u32 number of the first in the list | u32 first entry with its block | i32 start | u32 repeat | i32 shift
  *            i32 turned | i8 n_packed | u8 first_slot | u8 end_slot | u8 tier | u8 has_anchors | u8 step | 2 zeros
  *            u64 evicted_mask | u64 sink_mask

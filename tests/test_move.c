@@ -972,6 +972,96 @@ TEST(moves_near_expired_tokens) {
     }
 }
 
+/* Positions jump, and the tokens before the jump expire. What follows sees none of them, however near it is to the
+ * border of the jump; so nothing is refused, in a sequence that was saved and loaded either. */
+TEST(windows_behind_jumps_of_positions) {
+    enum { WINDOW = 157, BEFORE = 64, JUMP = 1000, STEPS = 300, SAVED_AT = 150 };
+    static plain_sequence s, other;
+    static uint8_t file[1 << 20];
+    int by_copy, is_loaded, layer, t, positions[BEFORE];
+    for (t = 0; t < BEFORE; t++) positions[t] = JUMP + t;
+    for (by_copy = 0; by_copy < 2; by_copy++)
+        for (is_loaded = 0; is_loaded < 2; is_loaded++) {
+            tkv_config cfg = make_move_config(4);
+            tkv_save_params save;
+            tkv_load_params load;
+            tkv_layer_info info;
+            tkv_cache *kv;
+            size_t size;
+            int seq = 0, n_refused = 0;
+            cfg.model.window = WINDOW;
+            kv = create_cache(&cfg);
+            s.n = other.n = 0;
+            append_plain(kv, 0, &s, 0, BEFORE, BEFORE);
+            append_plain(kv, 1, &other, 0, BEFORE, BEFORE);
+            CHECK_EQ(by_copy ? tkv_seq_copy(kv, 1, 0, BEFORE, 0, JUMP)
+                             : append_at_positions(kv, 0, &s, 100, BEFORE, positions),
+                     TKV_OK);
+            for (t = 0; t < STEPS; t++) {
+                if (t == SAVED_AT && is_loaded) {
+                    memset(&save, 0, sizeof save);
+                    memset(&load, 0, sizeof load);
+                    seq = load.seq = 2;
+                    CHECK_EQ(tkv_seq_save(kv, &save, file, sizeof file, &size), TKV_OK);
+                    CHECK_EQ(tkv_seq_load(kv, &load, file, size, NULL), TKV_OK);
+                }
+                for (layer = 0; layer < 2; layer++) {
+                    CHECK_EQ(tkv_append(kv, seq, layer, k_in, v_in, 1), TKV_OK);
+                    n_refused += tkv_attend(kv, seq, layer, k_in, 1, v_out) != TKV_OK;
+                }
+                if (t != SAVED_AT + 1) continue;
+                CHECK_EQ(tkv_get_layer(kv, seq, 0, &info), TKV_OK);
+                CHECK_EQ(info.expired, BEFORE);
+                CHECK_EQ(tkv_seq_copy(kv, seq, JUMP / 2, TKV_UNLIMITED, 3, JUMP / 2), TKV_OK);
+                CHECK_EQ(tkv_seq_shift(kv, seq, 0, TKV_UNLIMITED, 1), TKV_OK);
+                CHECK_EQ(tkv_seq_truncate(kv, seq, tkv_get_length(kv, seq, 0) - 2), TKV_OK);
+            }
+            CHECK_EQ(n_refused, 0);
+            check_cache_at(kv, "by copy", by_copy);
+            tkv_destroy(kv);
+        }
+}
+
+/* Some of the tokens that are left moved down beside expired ones, which stay where they were. A cut to where the window
+ * of the last token reaches these is refused, as without the move. */
+TEST(cuts_near_tokens_that_moved_alone) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(2);
+    tkv_layer_info info;
+    tkv_cache *kv;
+    char refused[200];
+    cfg.model.window = 127;
+    kv = create_cache(&cfg);
+    append_plain(kv, 0, &s, 0, 401, 100);
+    CHECK_EQ(tkv_get_layer(kv, 0, 0, &info), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, info.expired + 68), TKV_ERR_RANGE);
+    sprintf(refused, "%s", tkv_get_last_error(kv));
+    CHECK_EQ(tkv_seq_shift(kv, 0, info.expired, info.expired + 54, -100), TKV_OK);
+    CHECK_EQ(tkv_seq_truncate(kv, 0, info.expired + 68), TKV_ERR_RANGE);
+    CHECK_STR(tkv_get_last_error(kv), refused);
+    check_cache_at(kv, "moved", 0);
+    tkv_destroy(kv);
+}
+
+/* A step failed after its first layer, and the host takes its token back by position, as llama.cpp does. */
+TEST(half_a_step_is_removed) {
+    static plain_sequence s;
+    tkv_config cfg = make_move_config(1);
+    tkv_cache *kv = create_cache(&cfg);
+    int layer, position;
+    append_plain(kv, 0, &s, 0, 10, 10);
+    CHECK_EQ(tkv_append(kv, 0, 0, k_in, v_in, 1), TKV_OK);
+    CHECK_EQ(tkv_seq_remove(kv, 0, 10, TKV_UNLIMITED), TKV_OK);
+    for (layer = 0; layer < 2; layer++) {
+        CHECK_EQ(tkv_get_length(kv, 0, layer), 10);
+        CHECK_EQ(tkv_append(kv, 0, layer, k_in, v_in, 1), TKV_OK);
+        CHECK_EQ(tkv_get_positions(kv, 0, layer, 10, 1, &position), TKV_OK);
+        CHECK_EQ(position, 10);
+    }
+    check_cache_at(kv, "removed", 0);
+    tkv_destroy(kv);
+}
+
 /* Removed tokens at the borders of a range get no position, so they refuse none. */
 TEST(removed_tokens_refuse_no_move) {
     static plain_sequence s, copied;
@@ -3362,6 +3452,9 @@ int main(int argc, char **argv) {
     RUN(evicted_tokens_of_discarded_blocks_move);
     RUN(moves_are_refused_with_a_reason);
     RUN(moves_near_expired_tokens);
+    RUN(windows_behind_jumps_of_positions);
+    RUN(cuts_near_tokens_that_moved_alone);
+    RUN(half_a_step_is_removed);
     RUN(removed_tokens_refuse_no_move);
     RUN(a_cut_before_the_first_token_goes_on_at_0);
     RUN(layers_go_on_at_the_same_position);

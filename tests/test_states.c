@@ -417,6 +417,29 @@ static void check_ways_back(const tkv_cache *kv, int seq, int len, int step, dou
     CHECK_LE(worst, share);
 }
 
+/* A state can be put before its tokens. Others that come in their place, and a removal of all from there on, take it. */
+TEST(states_ahead_of_their_tokens) {
+    tkv_layer_config layers[LAYERS];
+    tkv_config cfg = make_hybrid_config(layers, LAYERS, 2);
+    tkv_cache *kv = create_cache(&cfg);
+    int i;
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 20, 20), TKV_OK);
+    for (i = 0; i < 3; i++) {
+        CHECK_EQ(append_to_all_layers(kv, 1, 1, 10, 10), TKV_OK);
+        CHECK_EQ(put_position(kv, 1, 1, 5, 100), TKV_OK);
+        CHECK_EQ(put_position(kv, 1, 1, 15, 100), TKV_OK);
+        CHECK_EQ(tkv_seq_find_state(kv, 1, TKV_UNLIMITED), 15);
+        CHECK_EQ(i == 0   ? tkv_seq_copy(kv, 0, 10, 20, 1, 10)
+                 : i == 1 ? tkv_seq_remove(kv, 1, 10, TKV_UNLIMITED)
+                          : tkv_seq_remove(kv, 1, 10, 14),
+                 TKV_OK);
+        CHECK_EQ(tkv_seq_find_state(kv, 1, TKV_UNLIMITED), 5);
+        check_cache_at(kv, "ahead", i);
+        CHECK_EQ(tkv_seq_reset(kv, 1), TKV_OK);
+    }
+    tkv_destroy(kv);
+}
+
 /* A long text, and few positions: the distances from its end grow like powers. All layers have the same ones. */
 TEST(positions_are_log_spaced) {
     static const int most[] = {4, 8, 16, 64};
@@ -986,6 +1009,7 @@ int main(int argc, char **argv) {
     RUN(no_state_of_two_holders_is_taken_over);
     RUN(forks_and_cuts_keep_the_state_at_their_end);
     RUN(cuts_take_the_states_behind_them);
+    RUN(states_ahead_of_their_tokens);
     RUN(positions_are_log_spaced);
     RUN(layers_that_put_one_after_the_other_keep_the_same_positions);
     RUN(states_have_a_limit_of_their_own);

@@ -1031,7 +1031,7 @@ TEST(forms_of_attention) {
         if (form < 2) {
             before = store.n_reads;
             CHECK_EQ(tkv_attend_reference(kv, &p), TKV_OK);
-            CHECK_EQ(store.n_reads - before, (form ? 4 : 3) * n * HEADS * QUERIES);
+            CHECK_EQ(store.n_reads - before, (form ? 3 : 2) * n * KV_HEADS * QUERIES);
         }
         tkv_destroy(kv);
         destroy_test_store(&store);

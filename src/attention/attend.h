@@ -138,7 +138,7 @@ static int tkvi_oldest_seen(const tkv_cache *kv, int seq, int layer, int query, 
         if (tkvi_block_end(kv, list, ids, i) + shift > lowest)
             oldest = tkvi_min(oldest, lowest > start + shift ? lowest - shift : start);
     }
-    return tkvi_expired_position(kv, layer, list, ids) > lowest ? list->expired - 1 : oldest;
+    return list->expired && list->expired_end > lowest ? list->expired - 1 : oldest;
 }
 
 /* Row of q, out, masks and lse of the first query of a batch entry. before: queries of the entries before it. */

@@ -38,11 +38,12 @@ typedef struct tkvi_list {
     int sinks, archive, warm; /* blocks of each tier; all other blocks are hot */
     int anchors;              /* blocks of anchors; the count of sinks has them too */
     int len;                  /* tokens ever appended */
-    int expired;              /* tokens before this position have expired (they left the window) */
-    int chunk_start;          /* len before the last append; its tokens stay exact until the next append */
-    int step_len;             /* len when the open step began */
-    int evict_len; /* forecast: len of the last attention before the next eviction; below len: unknown */
-    int is_moved;  /* 0: no entry has a shift, nor has the list */
+    int expired;              /* tokens before this index have expired (they left the window) */
+    int expired_end; /* with expired ones: the position behind the highest of them, which no window may reach */
+    int chunk_start; /* len before the last append; its tokens stay exact until the next append */
+    int step_len;    /* len when the open step began */
+    int evict_len;   /* forecast: len of the last attention before the next eviction; below len: unknown */
+    int is_moved;    /* 0: no entry has a shift, nor has the list */
     /* The position of the next token, less its index. The list has it for itself, as the entries of its last tokens may
      * go, in one layer sooner than in another. step_shift: when the open step began */
     int shift, step_shift;
@@ -378,10 +379,10 @@ static int tkvi_first_to_expire(const tkv_cache *kv, int layer, const tkvi_list 
     return i;
 }
 
-/* Position that follows the expired tokens, for lists with blocks: it moves with the first block that may expire. */
-static int tkvi_expired_position(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
+/* expired_end of a list as its tokens tell it: right where no position jumps near the border. */
+static int tkvi_told_expired_end(const tkv_cache *kv, int layer, const tkvi_list *list, const uint32_t *ids) {
     const int first = tkvi_min(tkvi_first_to_expire(kv, layer, list, ids), list->n - 1);
-    return list->expired + kv->pool.entry[ids[first]].shift;
+    return list->expired + (list->n ? kv->pool.entry[ids[first]].shift : list->shift);
 }
 
 /* Number of tokens that have expired. Indices of sinks that stay are before `expired`, too. */

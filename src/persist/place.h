@@ -331,6 +331,7 @@ static int tkvi_place_entries(tkvi_loader *l, int layer, tkvi_saved_list *from, 
     list->chunk_start = from->chunk_start;
     list->is_moved = from->is_moved;
     list->shift = from->shift;
+    list->expired_end = from->expired_end;
     return fits;
 }
 
@@ -398,8 +399,8 @@ static void tkvi_take_tokens(const tkvi_loader *l) {
     }
 }
 
-/* Gives the lists of the sequence their shifts where the file has none. In files of former versions lists without
- * blocks had lost them. */
+/* Gives the lists of the sequence their shifts, and the ends of expired tokens, where the file has none. In files of
+ * former versions lists without blocks had lost them. */
 static void tkvi_place_shifts(const tkvi_loader *l) {
     int layer;
     for (layer = 0; layer < l->kv->tables.cfg.model.n_layers && !(l->flags & TKVI_SAVED_HAS_SHIFTS);
@@ -407,6 +408,8 @@ static void tkvi_place_shifts(const tkvi_loader *l) {
         tkvi_list *list = tkvi_list_of(l->kv, l->seq, layer);
         if (TKVI_HAS_MOVES) (void)tkvi_shift_of_last(l->kv, l->seq, layer, list->len, &list->shift);
         list->is_moved |= list->shift != 0;
+        if (list->expired)
+            list->expired_end = tkvi_told_expired_end(l->kv, layer, list, tkvi_ids(l->kv, l->seq, layer));
     }
 }
 

@@ -129,7 +129,8 @@ static void tkvi_view_layer(tkvi_saver *s, int seq, int layer) {
     s->list.chunk_start = tkvi_min(list->chunk_start, s->p->length);
 }
 
-/* 1 if the tokens that are saved do not tell the next position of a layer: the last ones are gone in all layers. */
+/* 1 if the tokens that are saved do not tell the next position of a layer, as the last ones are gone in all layers, or
+ * the positions of expired ones. */
 static int tkvi_must_save_shifts(tkvi_saver *s) {
     const tkv_cache *kv = s->kv;
     int seq = s->is_cache ? 0 : s->p->seq, layer, told, must = 0;
@@ -138,7 +139,9 @@ static int tkvi_must_save_shifts(tkvi_saver *s) {
         for (layer = 0; layer < kv->tables.cfg.model.n_layers && !must; layer++) {
             tkvi_view_layer(s, seq, layer);
             (void)tkvi_shift_of_last(kv, seq, layer, s->list.len, &told);
-            must = s->list.shift != told;
+            must = s->list.shift != told ||
+                   (s->list.expired &&
+                    s->list.expired_end != tkvi_told_expired_end(kv, layer, &s->list, s->ids));
         }
     return must;
 }
@@ -586,7 +589,8 @@ static void tkvi_emit_list(tkvi_saver *s, int layer) {
     (void)tkvi_emit_block_runs(s, 0, &n_blocks);
     for (i = 0; i < list->n && (tkvi_saved_flags(s) & TKVI_SAVED_HAS_META); i++) tkvi_emit_meta(s, i);
     tkvi_store32(at, (uint32_t)list->shift);
-    if (s->has_shifts) tkvi_emit(s, at, 4);
+    tkvi_store32(at + 4, (uint32_t)list->expired_end);
+    if (s->has_shifts) tkvi_emit(s, at, 8);
 }
 
 /* The first sequence of a whole cache that holds a state: seq, or one before it. */

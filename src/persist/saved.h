@@ -35,8 +35,7 @@ enum {
     TKVI_SAVED_HAS_META = 1,
     TKVI_SAVED_HAS_SCORES = 2,
     TKVI_SAVED_IS_CACHE = 4,
-    TKVI_SAVED_HAS_SHIFTS =
-        8 /* a list ends with its shift; else it has that of the last token that is there */
+    TKVI_SAVED_HAS_SHIFTS = 8 /* a list ends with its shift and expired_end; else its tokens tell them */
 };
 
 typedef enum tkvi_saved_kind {
@@ -256,10 +255,10 @@ typedef struct tkvi_saved_list {
     size_t meta_bytes;                      /* of an entry */
     int n, sinks, archive, warm, anchors, len, expired, chunk_start, is_moved, n_blocks, n_entry_runs,
         n_block_runs;
-    int shift;    /* where a flag says so; else 0 */
-    int run;      /* of the entry that was read last */
-    int is_cache; /* 1: of a whole cache */
-    int seq;      /* of a whole cache: its sequence; else 0 */
+    int shift, expired_end; /* where a flag says so; else 0 */
+    int run;                /* of the entry that was read last */
+    int is_cache;           /* 1: of a whole cache */
+    int seq;                /* of a whole cache: its sequence; else 0 */
 } tkvi_saved_list;
 
 static const uint8_t *tkvi_saved_entries(const tkvi_saved_list *list, int run) {
@@ -282,9 +281,10 @@ static const char *tkvi_open_saved_list(tkvi_section s, int flags, int seq, tkvi
     memset(out, 0, sizeof *out);
     out->is_cache = is_cache;
     out->seq = is_cache ? seq : 0;
-    if (flags & TKVI_SAVED_HAS_SHIFTS && s.n >= TKVI_SAVED_LIST + 4) {
-        s.n -= 4;
+    if (flags & TKVI_SAVED_HAS_SHIFTS && s.n >= TKVI_SAVED_LIST + 8) {
+        s.n -= 8;
         out->shift = tkvi_saved_int(s.at + s.n);
+        out->expired_end = tkvi_saved_int(s.at + s.n + 4);
     }
     if (s.n < TKVI_SAVED_LIST) return "there is no list of layer";
     for (i = 0; i < 12; i++) {

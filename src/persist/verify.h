@@ -316,7 +316,8 @@ static tkv_status tkvi_check_saved_list(tkvi_loader *l, int layer) {
                          "");
     if ((int64_t)list.sinks + list.archive + list.warm > list.n || list.anchors > list.sinks ||
         list.expired > list.len || list.chunk_start > list.len || list.is_moved > 1 ||
-        (list.n && list.expired == list.len) || list.shift < -TKVI_POSITIONS || list.shift > TKVI_POSITIONS ||
+        (list.n && list.expired == list.len) || list.expired_end < -TKVI_POSITIONS ||
+        list.expired_end > TKVI_POSITIONS || list.shift < -TKVI_POSITIONS || list.shift > TKVI_POSITIONS ||
         (list.shift && !list.is_moved))
         return tkvi_refuse_saved_layer(l, "counts of the list do not fit in layer", layer);
     /* A list that lost all its tokens, but not its length, has lost its anchors too. */

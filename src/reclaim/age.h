@@ -329,6 +329,10 @@ static void tkvi_expire_list(tkv_cache *kv, int seq, int layer) {
     int end = first + tkvi_n_expiring(kv, seq, layer), i;
     if (first == end) return;
     if (first > 0) tkvi_end_slots(kv, list, ids, first - 1);
+    if (!list->expired) list->expired_end = 0;
+    for (i = first; i < end; i++)
+        list->expired_end =
+            tkvi_max(list->expired_end, tkvi_block_end(kv, list, ids, i) + kv->pool.entry[ids[i]].shift);
     list->expired = tkvi_block_start(kv, ids, end);
     for (i = first; i < end; i++) {
         tkvi_entry *e = &kv->pool.entry[ids[i]];

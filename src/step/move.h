@@ -154,8 +154,8 @@ static int tkvi_first_index_in(const tkv_cache *kv, int seq, const tkvi_range *r
         for (i = 0; i < list->n; i++) {
             uint64_t mask;
             tkvi_indices_in(kv, list, ids, i, range, &from, &to);
-            mask = from < to ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
-            for (t = 0; t < TKVI_BLOCK; t++)
+            mask = from < tkvi_min(to, first) ? tkvi_slots_between(kv, list, ids, i, from, to) : 0;
+            for (t = 0; mask && t < TKVI_BLOCK; t++)
                 if (mask >> t & 1) first = tkvi_min(first, tkvi_slot_index(kv, ids[i], t));
         }
     }
@@ -165,15 +165,22 @@ static int tkvi_first_index_in(const tkv_cache *kv, int seq, const tkvi_range *r
 TKV_API tkv_status tkv_seq_remove(tkv_cache *kv, int seq, int first, int end) {
     tkvi_range range;
     tkv_status st = tkvi_check_range(kv, seq, first, end, &range);
-    int layer, len = 0, first_index;
+    int layer, len = 0, longest = 0, first_index, reaches_end = 0;
     if (!TKVI_HAS_MOVES) return tkvi_refuse_left_out(kv, "TKV_NO_MOVES leaves this out");
     if (st) return st;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const tkvi_list *list = tkvi_list_of(kv, seq, layer);
+        if (kv->tables.plan[layer].stored_layer != layer) continue;
+        len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
+        longest = tkvi_max(longest, list->len);
+        reaches_end |= (int64_t)list->len + list->shift < range.end;
+    }
     first_index = tkvi_first_index_in(kv, seq, &range);
-    if (first_index == TKVI_FOREVER) return tkvi_ok(kv); /* else a tail without tokens would be cut */
-    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
-        if (kv->tables.plan[layer].stored_layer == layer)
-            len = tkvi_max(len, tkvi_n_before_tail(kv, seq, layer, &range));
-    if (len < tkv_get_length(kv, seq, TKV_ALL_LAYERS)) st = tkv_seq_truncate(kv, seq, len);
+    if (first_index == TKVI_FOREVER) {                         /* a tail without tokens is not cut */
+        if (reaches_end) tkvi_forget_tokens(kv, seq, longest); /* a state can be ahead of the tokens */
+        return tkvi_ok(kv);
+    }
+    if (len < longest) st = tkv_seq_truncate(kv, seq, len);
     if (st) return st;
     tkvi_reserve_slots(kv, seq, 0); /* it was counted for full blocks */
     for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
@@ -301,11 +308,20 @@ static int tkvi_count_splits(tkv_cache *kv, const void *what, tkvi_demand *deman
     return longest;
 }
 
+/* expired_end after a move. Expired tokens have no position; they keep their distance where all that is left moves
+ * alike. */
+static int tkvi_moved_expired_end(const tkvi_list *list, const tkvi_move *move) {
+    const int moves = move->range.first <= list->expired_end && tkvi_reaches_end(list, &move->range);
+    return tkvi_clamp_index((int64_t)list->expired_end + (moves ? move->delta : 0), -TKVI_POSITIONS,
+                            TKVI_POSITIONS);
+}
+
 /* Moves the tokens of a layer. There must be room for the entries of tkvi_count_splits. */
 static void tkvi_move_in_list(tkv_cache *kv, int layer, const tkvi_move *move) {
     tkvi_list *list = tkvi_list_of(kv, move->seq, layer);
     const uint32_t *ids = tkvi_ids(kv, move->seq, layer);
     int i, from, to, slot;
+    list->expired_end = tkvi_moved_expired_end(list, move);
     if (tkvi_reaches_end(list, &move->range))
         list->shift =
             tkvi_clamp_index((int64_t)list->len + list->shift + move->delta, 0, TKVI_POSITIONS) - list->len;
@@ -356,9 +372,8 @@ static tkv_status tkvi_check_move(tkv_cache *kv, int layer, const tkvi_move *mov
     }
     if (st) return st;
     if (!list->n || !list->expired) return TKV_OK;
-    first = tkvi_expired_position(kv, layer, list, ids);
+    first = tkvi_moved_expired_end(list, move);
     last = (int64_t)list->len + list->shift;
-    if (first >= move->range.first && first < move->range.end) first += move->delta;
     if (tkvi_reaches_end(list, &move->range)) last += move->delta;
     if (last - first < kv->tables.plan[layer].kept_window)
         return tkvi_fail(kv, TKV_ERR_RANGE,
@@ -415,6 +430,17 @@ typedef struct tkvi_even_run {
     int from, to, shift, is_uneven;
 } tkvi_even_run;
 
+/* 1 if a layer has the token of an index with another shift. */
+static int tkvi_is_uneven_at(const tkv_cache *kv, int seq, int index, int shift) {
+    int layer, i, slot;
+    for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++) {
+        const uint32_t *ids = tkvi_ids(kv, seq, layer);
+        i = tkvi_find_token(kv, tkvi_list_of(kv, seq, layer), ids, index, &slot);
+        if (i >= 0 && kv->pool.entry[ids[i]].shift != shift) return 1;
+    }
+    return 0;
+}
+
 /* Finds the run that begins where *run ends. Returns 0 if there is none. */
 static int tkvi_next_run(const tkv_cache *kv, int seq, tkvi_even_run *run) {
     const int from = run->to, first = tkvi_first_index_from(kv, seq, from, -TKVI_POSITIONS, &run->shift);
@@ -422,7 +448,9 @@ static int tkvi_next_run(const tkv_cache *kv, int seq, tkvi_even_run *run) {
     run->from = from;
     run->is_uneven = 0;
     if (first < TKVI_FOREVER) {
-        run->to = tkvi_first_index_from(kv, seq, first, run->shift, &unused);
+        run->to = tkvi_is_uneven_at(kv, seq, first, run->shift)
+                      ? first
+                      : tkvi_first_index_from(kv, seq, first, run->shift, &unused);
         run->is_uneven = run->to == from;
         run->to += run->is_uneven;
         if (run->to < TKVI_FOREVER) return 1;
@@ -576,7 +604,7 @@ static tkv_status tkvi_check_copy(tkv_cache *kv, int layer, const tkvi_copy *cop
     const tkvi_list *dst = tkvi_list_of(kv, copy->dst, layer);
     tkv_status st = TKV_OK;
     int i, from, to;
-    if (list->n && list->expired && tkvi_expired_position(kv, layer, list, ids) > copy->range.first)
+    if (list->n && list->expired && list->expired_end > copy->range.first)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of the range have expired: layer", layer, "");
     if (dst->expired)
         return tkvi_fail(kv, TKV_ERR_RANGE, "tokens of dst have expired, so it takes none: layer", layer, "");
@@ -624,6 +652,7 @@ TKV_API tkv_status tkv_seq_copy(tkv_cache *kv, int src, int first, int end, int 
     tkvi_reserve_slots(kv, src, 0); /* they were counted for blocks that no other list holds */
     tkvi_reserve_slots(kv, dst, 0);
     run.to = 0;
+    tkvi_forget_tokens(kv, dst, len); /* states of other tokens */
     while (tkvi_next_copied(kv, &copy, &run, &from, &to))
         for (layer = 0; layer < kv->tables.cfg.model.n_layers; layer++)
             if (kv->tables.plan[layer].stored_layer == layer) tkvi_copy_run(kv, layer, &copy, from, to);

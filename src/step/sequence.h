@@ -411,8 +411,7 @@ static tkv_status tkvi_check_positions(tkv_cache *kv, int seq, int layer, const 
         if (positions[t] < 0 || positions[t] >= TKVI_POSITIONS)
             return tkvi_fail(kv, TKV_ERR_RANGE, "token_positions has", positions[t],
                              "; positions are 0 to 2^30 - 1");
-        if (list->n && list->expired &&
-            positions[t] - tkvi_expired_position(kv, layer, list, tkvi_ids(kv, seq, layer)) < window)
+        if (list->n && list->expired && positions[t] - list->expired_end < window)
             return tkvi_fail(kv, TKV_ERR_RANGE, "tokens that the window of position", positions[t],
                              " reaches have expired");
         *n_jumps += positions[t] != next;
@@ -969,7 +968,7 @@ static int64_t tkvi_fewest_to_keep(const tkv_cache *kv, int seq, int layer, int 
     const int last = tkvi_min(n_tokens, list->len) - 1;
     if (!list->is_moved || !list->n || last < list->expired)
         return fewest; /* a cut can leave no block, but tokens gone; and expired tokens tell no position */
-    return tkvi_expired_position(kv, layer, list, ids) + (int64_t)kv->tables.plan[layer].kept_window -
+    return list->expired_end + (int64_t)kv->tables.plan[layer].kept_window -
            (tkvi_index_position(kv, list, ids, last) - last);
 }
 

@@ -134,6 +134,7 @@ static void tkvi_slide_list(tkv_cache *kv, int seq, int layer, const tkvi_gone *
     /* Where all tokens behind the sinks that expired are among those that go, later queries may come near them: what is
      * missing there is gone because the caller wished it. */
     list->expired = list->expired > gone->to ? tkvi_move_up(gone, list->expired) : 0;
+    list->expired_end = list->expired ? list->expired_end - (gone->to - gone->from) : 0;
     list->is_moved = list->n > 0 || list->shift;
     for (i = 0; i < list->n; i++) tkvi_wipe_unused(kv, layer, kv->pool.entry[ids[i]].block, i);
 }
