@@ -6,8 +6,7 @@
  *
  * make build/tests/test_guard && build/tests/test_guard
  *
- * It takes minutes with SmolLM2 (`make model`) and TKV_TEST_LONG=1, and seconds without. TKV_GUARD_PRINT=1 prints the rows
- * of the tables as they would be now, and checks nothing.
+ * TKV_GUARD_PRINT=1 prints the rows of the tables as they would be now, and checks nothing.
  */
 #include "../examples/llama.h"
 #include "../examples/measure.h"
@@ -108,6 +107,9 @@ static const held_bytes held[] = {
     /* clang-format on */
 };
 
+/* A field more in a list is a thousandth at most. */
+static int is_no_more(size_t now, size_t before) { return now <= before + before / 1000; }
+
 TEST(bytes_are_no_more) {
     int i, t;
     if (!is_64_bit()) SKIP("sizes of 64-bit pointers");
@@ -125,7 +127,7 @@ TEST(bytes_are_no_more) {
             printf("\n    {\"%s\", %d, %d, %lu, %lu, %lu},", quoted(h->plan), h->n, h->chunk,
                    (unsigned long)codes, (unsigned long)m.total, (unsigned long)m.peak);
         else
-            CHECK_MSG(codes == h->codes && m.total <= h->total && m.peak <= h->peak,
+            CHECK_MSG(codes == h->codes && is_no_more(m.total, h->total) && is_no_more(m.peak, h->peak),
                       "%s, %d tokens in chunks of %d: %lu bytes of codes, %lu in all, at most %lu",
                       quoted(h->plan), h->n, h->chunk, (unsigned long)codes, (unsigned long)m.total,
                       (unsigned long)m.peak);
@@ -135,13 +137,13 @@ TEST(bytes_are_no_more) {
 
 /* >>refusals */
 /* How tokens come. */
-typedef enum order { ALONE, IN_TURNS, FORKS, ONE_BY_ONE } order;
+typedef enum arrival { ALONE, IN_TURNS, FORKS, ONE_BY_ONE } arrival;
 
 static const char *const orders[] = {"ALONE", "IN_TURNS", "FORKS", "ONE_BY_ONE"};
 
 typedef struct refusal {
     const char *plan;
-    order order;
+    arrival order;
     int seqs, chunk;
     size_t budget;
     int tokens; /* that all sequences hold when the first append is refused; LONGEST: none is */
@@ -248,12 +250,6 @@ static const divergence of_demo[] = {
     {"tiers.warm = kivi4\ntiers.archive = kivi2", {0.0000229, 0.0001482, 0.0009658, 0.0022827}},
 };
 
-static const divergence of_smollm2[] = {
-    /* War and Peace */
-    {"", {0, 0, 0, 0}},
-    {"preset = compact", {0, 0, 0, 0}},
-};
-
 enum { MOST_PLANS = 3 };
 
 /* Reads a text with an exact cache and with plans, one token at a time. kl: means by quarter. */
@@ -335,26 +331,6 @@ TEST(divergence_of_the_demo) {
     llama_free(&m);
 }
 
-TEST(divergence_of_smollm2) {
-    enum { N = 4096, TEXT = 40000 };
-    static int tokens[TEXT];
-    const char *path = getenv("TKV_SMOLLM2"), *book;
-    llama_model m;
-    size_t size = 0;
-    char *text;
-    if (!tkv_test_long()) SKIP("long");
-    if (!load(path && *path ? path : "build/models/SmolLM2-135M-Instruct.Q4_1.gguf", &m))
-        SKIP("no SmolLM2: make model, or TKV_SMOLLM2=file.gguf");
-    book = tkv_test_data("text/war_and_peace.txt");
-    if (!book) SKIP("no text/war_and_peace.txt");
-    text = (char *)llama_read_file(book, &size);
-    if (!text) exit(2);
-    CHECK_LE(N, llama_tokenize(&m, text + 100000, TEXT - 100, 0, tokens));
-    check_divergences(&m, tokens, N, of_smollm2, COUNT(of_smollm2));
-    free(text);
-    llama_free(&m);
-}
-
 int main(int argc, char **argv) {
     tkv_rng fill = tkv_rng_seed(1);
     tkv_test_begin(argc, argv);
@@ -362,6 +338,5 @@ int main(int argc, char **argv) {
     RUN(bytes_are_no_more);
     RUN(refusals_come_no_earlier);
     RUN(divergence_of_the_demo);
-    RUN(divergence_of_smollm2);
     return tkv_test_end();
 }
