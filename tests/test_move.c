@@ -1921,6 +1921,32 @@ TEST(copied_tokens_have_one_index) {
     }
 }
 
+/* Tokens that are gone at the end of src take indices of dst, in all layers, and no slot. Later tokens go behind them. */
+TEST(copies_of_gone_ends) {
+    const uint64_t victims[2] = {0, (uint64_t)0x3ff << 26}; /* 90 .. 99 */
+    tkv_config cfg = make_move_config(2);
+    tkv_cache *kv;
+    int layer, i;
+    cfg.evict.policy = TKV_EVICT_SLIDING;
+    kv = create_cache(&cfg);
+    CHECK_EQ(append_to_all_layers(kv, 0, 1, 100, 100), TKV_OK);
+    for (layer = 0; layer < 2; layer++) CHECK_EQ(evict_tokens(kv, 0, layer, victims, 100), TKV_OK);
+    CHECK_EQ(append_to_all_layers(kv, 1, 2, 2, 2), TKV_OK);
+    for (i = 0; i < 2; i++) {
+        CHECK_EQ(tkv_seq_copy(kv, 0, 50, TKV_UNLIMITED, 1, 50 + 100 * i), TKV_OK);
+        check_cache(kv);
+        for (layer = 0; layer < 2; layer++) {
+            const int from = 2 + 50 * i;
+            CHECK_EQ(tkv_get_length(kv, 1, layer), from + 50);
+            CHECK_EQ(tkv_read(kv, 0, layer, 50, 40, k_want, v_want), TKV_OK);
+            CHECK_EQ(tkv_read(kv, 1, layer, from, 40, k_out, v_out), TKV_OK);
+            CHECK_MEM(v_out, v_want, 40 * V_ROW * sizeof(float));
+            CHECK_EQ(tkv_read(kv, 1, layer, from + 40, 1, k_out, v_out), TKV_ERR_RANGE);
+        }
+    }
+    tkv_destroy(kv);
+}
+
 /* The caller told the layers other positions. Each gives its own tokens of the range. */
 TEST(copies_of_layers_with_other_positions) {
     static float k[100 * K_ROW], v[100 * V_ROW];
@@ -3474,6 +3500,7 @@ int main(int argc, char **argv) {
     RUN(copied_tokens_attend_as_if_read_there);
     RUN(copies_of_merged_blocks);
     RUN(copied_tokens_have_one_index);
+    RUN(copies_of_gone_ends);
     RUN(copies_of_layers_with_other_positions);
     RUN(copies_of_coded_tokens_keep_their_bytes);
     RUN(a_token_can_be_in_several_sequences);

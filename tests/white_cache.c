@@ -234,6 +234,10 @@ TEST(check_names_damaged_counts) {
     DAMAGE_SAYS(list->chunk_start, list->len + 1, "the last append began behind the end");
     DAMAGE_SAYS(list->expired, list->len + 1, "a length is out of range");
     DAMAGE_SAYS(list->len, 2001, "a length is out of range");
+    DAMAGE_SAYS(list->shift, 5, "the next position is not the length");
+    list->is_moved = 1;
+    DAMAGE_SAYS(list->shift, 5, "the next position does not follow the last token");
+    list->is_moved = 0;
     DAMAGE_SAYS(list->expired, list->len, "blocks without tokens");
     DAMAGE_SAYS(list->expired, 4, "the first block does not follow the expired tokens");
     DAMAGE_SAYS(pool->n_offloaded, 1, "offloaded blocks are miscounted");
