@@ -260,6 +260,21 @@ TEST(check_names_damaged_counts) {
     tkv_destroy(kv);
 }
 
+/* A slot without a token is coded as the row of the live one before it, or of the first live one; without any as zeros. */
+TEST(dead_rows_repeat_live_ones) {
+    static const struct {
+        uint64_t dead_mask;
+        float want[4];
+    } cases[] = {
+        {0, {1, 2, 3, 4}}, {2, {1, 1, 3, 4}}, {3, {3, 3, 3, 4}}, {12, {1, 2, 2, 2}}, {15, {0, 0, 0, 0}}};
+    int i, t;
+    for (i = 0; i < COUNT(cases); i++) {
+        float x[8] = {1, 1, 2, 2, 3, 3, 4, 4};
+        tkvi_fill_dead_rows(x, 2, 4, cases[i].dead_mask);
+        for (t = 0; t < 8; t++) CHECK_NEAR(x[t], cases[i].want[t / 2], 0.0);
+    }
+}
+
 TEST(check_names_damaged_entries) {
     unsigned char saved[64];
     tkv_cache *kv = make_cache_to_damage();
@@ -1397,6 +1412,7 @@ int main(int argc, char **argv) {
     RUN(check_finds_damage);
     RUN(check_finds_damaged_anchors);
     RUN(check_names_damaged_counts);
+    RUN(dead_rows_repeat_live_ones);
     RUN(check_names_damaged_entries);
     RUN(check_names_damaged_lists_of_indices);
     RUN(check_names_damaged_sinks);
