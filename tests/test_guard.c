@@ -49,7 +49,7 @@ static tkv_cache *make_cache(const char *plan, int seqs, size_t budget) {
     return kv;
 }
 
-/* A text as it stands in a table: line breaks are \\n. */
+/* A text as it stands in a table: line breaks are written out. */
 static const char *quoted(const char *text) {
     static char out[256];
     int n = 0;
@@ -301,25 +301,16 @@ static void check_divergences(const llama_model *m, const int *tokens, int n, co
                           kl[i][q], want[i].kl[q]);
 }
 
-static int load(const char *path, llama_model *m) {
-    char reason[256] = "";
-    FILE *f = fopen(path, "rb");
-    int ok;
-    if (!f) return 0;
-    fclose(f);
-    ok = llama_load(path, NULL, m, reason, sizeof reason);
-    CHECK_MSG(ok, "%s: %s", path, reason);
-    return ok;
-}
-
 TEST(divergence_of_the_demo) {
     enum { N = 1536 };
     llama_model m;
+    char reason[256];
     size_t size = 0;
     char *text;
     int *tokens, n, i;
     if (tkv_test_quick()) SKIP("quick");
-    if (!load("examples/data/demo.gguf", &m)) SKIP("examples/data/demo.gguf is not here");
+    if (!llama_load("examples/data/demo.gguf", NULL, &m, reason, sizeof reason))
+        SKIP("examples/data/demo.gguf is not here");
     text = (char *)llama_read_file("examples/data/demo_prompt.txt", &size);
     if (!text) exit(2);
     tokens = (int *)malloc((N + size + 2) * sizeof *tokens);
